@@ -1,4 +1,4 @@
-"""``jllama cache``."""
+"""``jllama cache``: list or remove cached files."""
 
 import dataclasses
 import shutil
@@ -10,23 +10,29 @@ from jllama.commands.cli import parse
 from jllama.files import cache_folder
 
 _HEX = "[0-9a-f]"
-_KINDS = {kind: f"{kind}*/{_HEX * 64}" for kind in ("weights", "programs")} | {
-    "compiled": "compiled/*-cache"
+_KINDS = {
+    "weights": f"weights*/{_HEX * 64}",
+    "programs": f"programs*/{_HEX * 64}",
+    "compiled": "compiled/*-cache",
+    "tokens": f"tokens-{_HEX * 16}",
+    "chats": f"chats-{_HEX * 16}",
+    "bpe": f"bpe-{_HEX * 16}",
 }
-_KINDS |= {kind: f"{kind}-{_HEX * 16}" for kind in ("tokens", "chats", "bpe")}
+"""The files or folders of each kind, as a pattern below the cache folder."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheOptions:
-    """Show what is kept in the cache folder so that it is made only once, or remove it.
+    """List the files in the cache folder, or remove them; they are made again when needed.
 
     Examples:
         ls
         clear weights
 
     Args:
-        action: ls shows the kinds with their sizes; clear removes them, to be made again when they are needed.
-        kind: which one; without it all. Downloads and what you typed in chats are none of them, and stay.
+        action: ls lists each kind with its number of entries and size; clear removes them, too.
+        kind: the only kind to list or remove; the default is all. Downloads and the history of
+            chats belong to no kind and are never removed.
     """
 
     action: Literal["ls", "clear"]
@@ -34,16 +40,23 @@ class CacheOptions:
 
 
 def main(argv: list[str], prog: str) -> int:
-    """Show, and clear."""
-    options, total = parse(CacheOptions, argv, prog, ("action", "kind")), 0
-    for kind in [options.kind] if options.kind else _KINDS:
-        paths = [*cache_folder().glob(_KINDS[kind])]
-        files = (file for path in paths for file in (path.iterdir() if path.is_dir() else [path]))
-        total += (size := sum(file.stat().st_size for file in files))
-        for path in paths if options.action == "clear" else []:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        print(f"{kind:8} {len(paths):6} {decimal(size):>9}")
-    print(
-        f"{decimal(total)} {'cleared from' if options.action == 'clear' else 'in'} {cache_folder()}"
-    )
+    """List or remove cached files."""
+    options = parse(CacheOptions, argv, prog, ("action", "kind"))
+    clears = options.action == "clear"
+    total_bytes = 0
+    for kind, pattern in _KINDS.items():
+        if options.kind not in (None, kind):
+            continue
+        paths = [*cache_folder().glob(pattern)]
+        kind_bytes = 0
+        for path in paths:
+            files = path.iterdir() if path.is_dir() else [path]
+            kind_bytes += sum(file.stat().st_size for file in files)
+            if clears and path.is_dir():
+                shutil.rmtree(path)
+            elif clears:
+                path.unlink()
+        total_bytes += kind_bytes
+        print(f"{kind:8} {len(paths):6} {decimal(kind_bytes):>9}")
+    print(f"{decimal(total_bytes)} {'cleared from' if clears else 'in'} {cache_folder()}")
     return 0

@@ -1,4 +1,4 @@
-"""``jllama chat``."""
+"""``jllama chat``: chat with a model in the terminal."""
 
 import contextlib
 import dataclasses
@@ -34,18 +34,21 @@ _COMMON = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatOptions(SamplingParams, ModelOptions):
-    """Chat with a model in the terminal; where the input is no terminal, each of its lines is answered.
+    """Chat with a model in the terminal; if stdin is no terminal, each line of it is answered.
 
     Examples:
         model.gguf --system "Answer in one sentence."
         smollm2/ --load said.json --temperature 0.2
 
     Args:
-        system: the system prompt; empty leaves it to the template.
-        load: a conversation to go on with, as /save writes it.
-        template: llama2, llama3, chatml or a file with a Jinja chat template; empty takes the checkpoint's own.
-        max_new_tokens: the most tokens of an answer; 0 sets no limit but the model's context.
-        seed: of the first answer; each later one has the next, so that the same conversation goes the same way again.
+        system: the system prompt; if it is empty, the template decides.
+        load: a file with a conversation to continue, as /save writes it.
+        template: a chat template in place of the checkpoint's own: llama2, llama3, chatml, or a
+            file with a Jinja template.
+        max_new_tokens: the maximum number of tokens of an answer; 0 sets no limit but the model's
+            context.
+        seed: the seed of the first answer. Each later answer has the next one, so that the same
+            conversation can be repeated.
     """
 
     system: str = ""
@@ -71,7 +74,10 @@ class _Session:
 
 
 def main(argv: list[str], prog: str) -> int:
-    """Load a model and talk until the input ends. In a terminal a mistake is said and the conversation goes on."""
+    """Load a model and chat until the input ends.
+
+    A mistake is printed and the chat goes on. Without a terminal the exit code then is 1.
+    """
     options = parse(ChatOptions, argv, prog, ("checkpoint",), _COMMON)
     from jllama.conversation import chat_ids
     from jllama.templates.messages import TEMPLATES, find_template
@@ -86,14 +92,14 @@ def main(argv: list[str], prog: str) -> int:
     if not options.template and not model.chat_template:
         name = next(name for name, text in TEMPLATES.items() if text == template)
         missing = f"{options.checkpoint} has no chat template: it may not have been trained to chat"
-        say(f"{missing}. Using {name}; sample lets it continue a text.")
+        say(f"{missing}. This chat uses {name}; jllama sample continues a text instead.")
     if options.load:
         _load(session, options.load)
     if options.system:
         _system(session, options.system)
-    chat_ids(
-        model, [*session.conversation.messages, {"role": "user", "content": "Hello"}], template
-    )  # may fail
+    # Fail now if the template refuses the conversation so far, and not at the first message.
+    first = {"role": "user", "content": "Hello"}
+    chat_ids(model, [*session.conversation.messages, first], template)
     if at_terminal:
         say("/help lists the commands; Ctrl-C stops an answer, Ctrl-D ends\n")
     mistakes = 0
@@ -103,7 +109,10 @@ def main(argv: list[str], prog: str) -> int:
                 break
             before = session.conversation.messages
             try:
-                (_obey if line.startswith("/") else _answer)(session, line)
+                if line.startswith("/"):
+                    _run_command(session, line)
+                else:
+                    _answer(session, line)
             except JllamaError as error:
                 session.conversation.messages = before
                 say(f"error: {error}", "red")
@@ -114,68 +123,83 @@ def main(argv: list[str], prog: str) -> int:
 
 
 def _answer(session: _Session, text: str) -> None:
-    conversation, options = session.conversation, session.options
-    sampling = dataclasses.replace(
-        sampling_params(options), seed=(options.seed + session.answers) % 2**32
-    )
+    """Print the answer to a message as it is generated; Ctrl-C stops it."""
+    conversation = session.conversation
+    options = session.options
+    seed = (options.seed + session.answers) % 2**32
+    sampling = dataclasses.replace(sampling_params(options), seed=seed)
     pieces = conversation.answer(text, sampling, options.max_new_tokens or None)
-    wrap = WordWrap(Console().width).push if session.at_terminal else lambda text, last=False: text
-    note, first_s, context = "(stopped)", 0.0, f"{conversation.model.config.max_seq_len:,} tokens"
+    wrap = WordWrap(Console().width) if session.at_terminal else None
+    status = "answering ..." if conversation.engine else "compiling ..."
+    note = "(stopped)"
+    first_s = 0.0
     with (
         stoppable() as pressed,
         contextlib.closing(pieces),
-        contextlib.suppress(KeyboardInterrupt),
-    ):  # a second Ctrl-C
+        contextlib.suppress(KeyboardInterrupt),  # a second Ctrl-C
+    ):
         try:
-            with Console(stderr=True).status(
-                "answering ..." if conversation.engine else "compiling ..."
-            ):
+            with Console(stderr=True).status(status):
                 piece = next(pieces)
             first_s = time.perf_counter()
-            print(wrap(piece), end="", flush=True)
+            _show(piece, wrap)
             while not pressed.is_set():
-                print(wrap(next(pieces)), end="", flush=True)
+                _show(next(pieces), wrap)
         except StopIteration as end:
-            cut = {
-                "length": f"(cut off after {options.max_new_tokens:,} tokens; /set max_new_tokens changes it)",
-                "context": f"(cut off: the model's context of {context} is full, begin a new conversation with /reset)",
-            }
-            note = cut.get(end.value.finish_reason, "")
-            if session.at_terminal:
-                speed = end.value.new_tokens / (time.perf_counter() - first_s)
-                note += f"\n[{end.value.prompt_tokens + end.value.new_tokens:,} of {context}, {speed:,.0f} tokens/s]"
+            note = _end_note(session, end.value, time.perf_counter() - first_s)
         except JllamaError as error:
-            raise JllamaError(
-                f"{error} (/reset begins a new conversation, /undo takes back a turn)"
-            ) from error
-    print(wrap("", last=True), flush=True)
+            advice = "/reset begins a new conversation, /undo takes back a turn"
+            raise JllamaError(f"{error} ({advice})") from error
+    if wrap:
+        print(wrap.push("", last=True), end="")
+    print(flush=True)
     session.answers += 1
     if note:
-        say(note.strip())
+        say(note)
 
 
-def _obey(session: _Session, line: str) -> None:
+def _show(piece: str, wrap: WordWrap | None) -> None:
+    print(wrap.push(piece) if wrap else piece, end="", flush=True)
+
+
+def _end_note(session: _Session, completion: "jllama.Completion", seconds: float) -> str:
+    """Return why an answer was cut off, if it was, and at a terminal its length and speed."""
+    context = f"{session.conversation.model.config.max_seq_len:,} tokens"
+    notes = []
+    if completion.finish_reason == "length":
+        limit = f"{session.options.max_new_tokens:,} tokens"
+        notes.append(f"(cut off after {limit}; /set max_new_tokens changes it)")
+    elif completion.finish_reason == "context":
+        full = f"the model's context of {context} is full"
+        notes.append(f"(cut off: {full}, begin a new conversation with /reset)")
+    if session.at_terminal:
+        length = completion.prompt_tokens + completion.new_tokens
+        speed = completion.new_tokens / seconds
+        notes.append(f"[{length:,} of {context}, {speed:,.0f} tokens/s]")
+    return "\n".join(notes)
+
+
+def _run_command(session: _Session, line: str) -> None:
     name, _, text = line.partition(" ")
     if name not in COMMANDS:
         unknown = unknown_name("command", name, COMMANDS)
-        raise UsageError(
-            f"{unknown} (/help explains them; put a space in front to say it to the model)"
-        )
+        advice = "/help explains them; put a space in front to say it to the model"
+        raise UsageError(f"{unknown} ({advice})")
     COMMANDS[name](session, text.strip())
 
 
 def _retry(session: _Session, _: str) -> None:
-    """Answer the last question again, with the next seed."""
+    """Answer the last message again, with the next seed."""
     _answer(session, session.conversation.undo())
 
 
 def _undo(session: _Session, _: str) -> None:
-    """Take back the last question and its answer."""
+    """Take back the last message and its answer."""
     say(f"(taken back: {' '.join(session.conversation.undo().split())[:60]})")
 
 
 def _reset(session: _Session, _: str) -> None:
-    """Forget what was said, but not the system prompt."""
+    """Begin a new conversation with the same system prompt."""
     conversation = session.conversation
     conversation.messages = [
         message for message in conversation.messages if message["role"] == "system"
@@ -185,49 +209,43 @@ def _reset(session: _Session, _: str) -> None:
 
 def _system(session: _Session, text: str) -> None:
     """Set the system prompt: /system Be brief. Without a text, remove it."""
-    others = [message for message in session.conversation.messages if message["role"] != "system"]
-    session.conversation.messages = (
-        [{"role": "system", "content": text}, *others] if text else others
-    )
+    messages = [message for message in session.conversation.messages if message["role"] != "system"]
+    if text:
+        messages.insert(0, {"role": "system", "content": text})
+    session.conversation.messages = messages
     say("(the system prompt is set)" if text else "(there is no system prompt)")
 
 
 def _set(session: _Session, rest: str) -> None:
-    """Change a setting: /set temperature 0.2. Without a name, show them all."""
+    """Change a setting: /set temperature 0.2. Without a name, show all settings."""
     name, *value = re.split(r"[\s=]+", rest.removeprefix("--"), maxsplit=1)
     if name not in ["", *_SETTINGS]:
         raise unknown_name("setting", name, _SETTINGS)
     if value:
-        given = parse(
-            ChatOptions,
-            [f"--checkpoint={session.options.checkpoint}", f"--{name}={value[0]}"],
-            "/set",
-        )
-        session.options = dataclasses.replace(session.options, **{name: getattr(given, name)})
-        session.answers = 0 if name == "seed" else session.answers
-    say(
-        "\n".join(
-            f"{each} {getattr(session.options, each)}" for each in ([name] if name else _SETTINGS)
-        )
-    )
+        argv = [f"--checkpoint={session.options.checkpoint}", f"--{name}={value[0]}"]
+        options = parse(ChatOptions, argv, "/set")
+        session.options = dataclasses.replace(session.options, **{name: getattr(options, name)})
+    if value and name == "seed":
+        session.answers = 0
+    names = [name] if name else _SETTINGS
+    say("\n".join(f"{name} {getattr(session.options, name)}" for name in names))
 
 
 def _save(session: _Session, name: str) -> None:
     """Write the conversation to a file: one line of JSON, {"messages": [...]}."""
+    if not name:
+        raise UsageError("/save needs the name of a file")
     path = Path(name).expanduser()
-    if not name or path.exists():
-        raise UsageError(
-            f"{name} exists: choose another name" if name else "/save needs the name of a file"
-        )
+    if path.exists():
+        raise UsageError(f"{name} exists: choose another name")
     check_writable(path)
-    write_text_whole(
-        path, json.dumps({"messages": session.conversation.messages}, ensure_ascii=False) + "\n"
-    )
+    content = json.dumps({"messages": session.conversation.messages}, ensure_ascii=False)
+    write_text_whole(path, content + "\n")
     say(f"(saved {name})")
 
 
 def _load(session: _Session, name: str) -> None:
-    """Go on with a conversation that /save wrote to a file."""
+    """Continue a conversation that /save wrote to a file."""
     from jllama.templates.messages import check_messages
 
     if not name:
@@ -241,14 +259,19 @@ def _load(session: _Session, name: str) -> None:
 
 
 def _help(*_: object) -> None:
-    """Show this."""
-    say("\n".join(f"{name:8} {obey.__doc__}" for name, obey in COMMANDS.items()))
-    say("/quit    End; so do Ctrl-D, and Ctrl-C where no answer is being made.")
-    say(
-        "A line that ends in \\ goes on in the next; one that begins with a space is never a command."
-    )
+    """Show this list."""
+    say("\n".join(f"{name:8} {function.__doc__}" for name, function in COMMANDS.items()))
+    say("/quit    End the chat, as Ctrl-D does, or Ctrl-C while no answer is generated.")
+    say("A line that ends in \\ continues on the next; one that begins with a space is no command.")
 
 
 COMMANDS = {
-    f"/{f.__name__[1:]}": f for f in (_retry, _undo, _reset, _system, _set, _save, _load, _help)
+    "/retry": _retry,
+    "/undo": _undo,
+    "/reset": _reset,
+    "/system": _system,
+    "/set": _set,
+    "/save": _save,
+    "/load": _load,
+    "/help": _help,
 }

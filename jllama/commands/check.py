@@ -1,4 +1,4 @@
-"""``jllama check``: what the submissions of a class get right, each component in a process of its own."""
+"""``jllama check``: check the submissions of a class, each component in a process of its own."""
 
 import dataclasses
 import json
@@ -15,20 +15,21 @@ from jllama.errors import UsageError
 
 @dataclasses.dataclass(frozen=True)
 class CheckOptions:
-    """Compare the components that many people wrote with the oracle's, and print a table of what is right.
+    """Compare model components that many people wrote with the NumPy reference, and print a table.
 
-    A submission is a .py file in the folder, or a folder there that holds .py files. Its functions are recognized by
-    their names: rms_norm, rope, attention, swiglu, cross_entropy, block, model, cache, sampler, adamw. What each takes
-    is written in help(jllama.check). Each runs in a process of its own.
+    A submission is a .py file in the folder, or a subfolder that holds .py files. Its functions
+    are recognized by their names: rms_norm, rope, attention, swiglu, cross_entropy, block, model,
+    cache, sampler, adamw. help(jllama.check) documents their arguments. Each component runs in a
+    process of its own.
 
     Examples:
         submissions/
         submissions/ --timeout_s 10 --json
 
     Args:
-        folder: where the submissions are.
-        timeout_s: how long a component may take before it has failed.
-        json: print all results as JSON instead of a table; null is a component that a submission does not have.
+        folder: the folder of the submissions.
+        timeout_s: seconds that a component may take before it counts as failed.
+        json: print all results as JSON instead of a table; null marks a missing component.
     """
 
     folder: str
@@ -37,7 +38,7 @@ class CheckOptions:
 
 
 def main(argv: list[str], prog: str) -> int:
-    """Check every submission, and print what is wrong; the exit code is 1 if anything is."""
+    """Check every submission and print its problems; return 1 if there are any."""
     options = parse(CheckOptions, argv, prog, ("folder",))
     from jllama.check import MISTAKES
 
@@ -47,40 +48,42 @@ def main(argv: list[str], prog: str) -> int:
         if path.suffix == ".py" or any(path.glob("*.py"))
     }
     if not results:
-        raise UsageError(
-            f"{options.folder} holds no submissions: give a folder of .py files, or of folders of them"
-        )
-    reasons = [
-        f"{who}: {each}" for who in results for each in dict.fromkeys(results[who].values()) if each
-    ]
+        problem = "holds no submissions: give a folder of .py files, or of folders of them"
+        raise UsageError(f"{options.folder} {problem}")
+    reasons = []
+    for submission, problems in results.items():
+        distinct = dict.fromkeys(problems.values())
+        reasons += [f"{submission}: {problem}" for problem in distinct if problem]
     if options.json:
         print(json.dumps(results))
     else:
         print(f"{'submission':16}", *MISTAKES)
-        for who, problems in results.items():
-            marks = ({"": "pass", None: "-"}.get(each, "FAIL") for each in problems.values())
-            print(f"{who:16}", *map(str.ljust, marks, map(len, MISTAKES)))
+        for submission, problems in results.items():
+            marks = {"": "pass", None: "-"}
+            cells = [marks.get(problem, "FAIL") for problem in problems.values()]
+            print(f"{submission:16}", *map(str.ljust, cells, map(len, MISTAKES)))
         print("", *reasons, sep="\n")
-    return int(bool(reasons))
+    return 1 if reasons else 0
 
 
 def _problem(path: Path, name: str, timeout_s: float) -> str | None:
-    """What is wrong with a component of a submission: empty if nothing is, None if it has no such component."""
+    """Describe what is wrong with a component: "" if it is right, None if it is missing."""
     with ProcessPoolExecutor(1, get_context("fork")) as pool:
         try:
             return pool.submit(_judge, path, name, timeout_s).result()
         except BrokenProcessPool:
             return f"{name} ended its process, or was not done after {timeout_s:g} s"
-        except (Exception, SystemExit) as error:  # of any type: it is the submission's
+        except (Exception, SystemExit) as error:  # a submission may raise anything
             return f"{type(error).__name__}: {error}"
 
 
 def _judge(path: Path, name: str, timeout_s: float) -> str | None:
     from jllama import check
 
-    signal.setitimer(signal.ITIMER_REAL, timeout_s)  # which ends the process
+    signal.setitimer(signal.ITIMER_REAL, timeout_s)  # its signal ends the process
     sys.stdout = sys.stderr = None  # what submissions print is not shown
-    functions, files = {}, sorted(path.glob("*.py")) or [path]
+    functions = {}
+    files = sorted(path.glob("*.py")) or [path]
     sys.path.insert(0, str(files[0].parent))
     for file in files:
         functions |= runpy.run_path(str(file))

@@ -1,4 +1,4 @@
-"""``python -m jllama convert``."""
+"""``jllama convert``: convert a checkpoint to another format."""
 
 import dataclasses
 import shlex
@@ -13,7 +13,7 @@ from jllama.commands.cli import parse
 
 @dataclasses.dataclass(frozen=True)
 class ConvertOptions:
-    """Convert a checkpoint of any format to another; its format is read off its files.
+    """Convert a checkpoint to another format; the format of the source is recognized.
 
     Examples:
         Llama3.2-1B/ llama3.2-1b.gguf --dtype q8_0
@@ -22,16 +22,21 @@ class ConvertOptions:
         runs/mine adapter/ --to peft
 
     Args:
-        source: a training run, a Hugging Face or Meta folder, a GGUF or llama2c file, or a Hugging Face hub id.
-        target: the folder to make; for GGUF, the file.
-        to: orbax (jllama's own), hf (Hugging Face's), gguf, llama2c or meta; not needed for a target that ends in .gguf
-            or .bin (llama2c: a folder of that name). With peft or gguf-lora the adapter alone is written.
-        dtype: of the matrices: float32, bfloat16, float16 or, in GGUF, q8_0; without it every tensor keeps its own.
-            For others, such as Q4_K_M, run llama.cpp's llama-quantize on the GGUF file.
-        rope_factor: the RoPE scaling factor that Meta's params.json leaves out: 8 for Llama 3.1 and 3.3, 32 for 3.2;
-            without it, that of the released Llama of the same shape.
-        adapter: merge this into the source first: a run that trained it, PEFT's folder, or a GGUF LoRA.
-        overwrite: replace the file or the checkpoint at the target; a folder that holds anything else is kept.
+        source: a training run, a Hugging Face or Meta folder, a GGUF or llama2.c file, or the id
+            of a model on the Hugging Face hub.
+        target: the folder to write; for GGUF, the file.
+        to: the format: orbax (jllama's own), hf (Hugging Face's), gguf, llama2c or meta. peft and
+            gguf-lora write the adapter alone. It may be left out for a target that ends in .gguf
+            or .bin (llama2c, which writes a folder of that name).
+        dtype: the data type of the matrices: float32, bfloat16, float16 or, in GGUF, q8_0. By
+            default every tensor keeps its own. For other types, such as Q4_K_M, run llama.cpp's
+            llama-quantize on the GGUF file.
+        rope_factor: the RoPE scaling factor that Meta's params.json leaves out: 8 for Llama 3.1
+            and 3.3, 32 for 3.2. The default is that of the released Llama of the same shape.
+        adapter: an adapter to merge into the source first: a run that trained one, a folder of
+            PEFT, or a GGUF LoRA.
+        overwrite: replace the file or the checkpoint at the target. A folder that holds anything
+            else is never replaced.
     """
 
     source: str
@@ -44,40 +49,39 @@ class ConvertOptions:
 
 
 def main(argv: list[str], prog: str) -> int:
-    """Convert, on the CPU: no accelerator's memory is taken."""
+    """Convert on the CPU, so that no accelerator's memory is used."""
     options = parse(ConvertOptions, argv, prog, positional=("source", "target"))
-    import jax  # not at the top: a mistake in the options need not wait for it
+    # Imported here, so that a mistake in the options is reported without waiting for JAX.
+    import jax
 
     from jllama.checkpoints.registry import ADAPTER_FORMATS, FORMATS, convert
     from jllama.language_model import summary
 
     jax.config.update("jax_platforms", "cpu")
-    target, dtype = Path(options.target), options.dtype or None
-    to = options.to or {
-        format.suffix: name for name, format in FORMATS.items() if format.suffix
-    }.get(target.suffix, "")
+    target = Path(options.target)
+    dtype = options.dtype or None
+    suffixes = {format.suffix: name for name, format in FORMATS.items() if format.suffix}
+    to = options.to or suffixes.get(target.suffix, "")
     start_s = time.perf_counter()
-    others = {
-        "overwrite": options.overwrite,
-        "rope_factor": options.rope_factor,
-        "adapter": options.adapter,
-    }
-    checkpoint = convert(options.source, target, to, dtype, **others)
+    checkpoint = convert(
+        options.source,
+        target,
+        to,
+        dtype,
+        overwrite=options.overwrite,
+        rope_factor=options.rope_factor,
+        adapter=options.adapter,
+    )
     seconds = time.perf_counter() - start_s
-    size_bytes = sum(
-        file.stat().st_size for file in ([target] if target.is_file() else target.rglob("*"))
-    )
-    written = (FORMATS | ADAPTER_FORMATS)[to].stored_dtype(dtype) or checkpoint.tensors[
-        "embed"
-    ].dtype.name
-    model = summary(checkpoint.config, written, checkpoint.tokenizer)
-    what = (
-        model if to in FORMATS else f"an adapter of rank {checkpoint.adapter.lora.rank} for {model}"
-    )
-    print(f"{what} -> {target}, {decimal(size_bytes)} in {seconds:.1f} s", file=sys.stderr)
+    files = [target] if target.is_file() else target.rglob("*")
+    size = decimal(sum(file.stat().st_size for file in files))
+    written = (FORMATS | ADAPTER_FORMATS)[to].stored_dtype(dtype)
+    written = written or checkpoint.tensors["embed"].dtype.name
+    content = summary(checkpoint.config, written, checkpoint.tokenizer)
+    if to not in FORMATS:
+        content = f"an adapter of rank {checkpoint.adapter.lora.rank} for {content}"
+    print(f"{content} -> {target}, {size} in {seconds:.1f} s", file=sys.stderr)
     if to in FORMATS:
-        print(
-            f"check it: {prog.removesuffix('convert')}verify {shlex.quote(str(target))}",
-            file=sys.stderr,
-        )
+        command = f"{prog.removesuffix('convert')}verify {shlex.quote(str(target))}"
+        print(f"check it: {command}", file=sys.stderr)
     return 0

@@ -1,10 +1,11 @@
-"""``jllama data``."""
+"""``jllama data``: show which tokens of a chat file a model learns from."""
 
 import collections
 import dataclasses
 import itertools
 import json
-from typing import Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 from rich.text import Text
@@ -14,23 +15,29 @@ from jllama.commands.terminal import CONTROLS
 from jllama.errors import check_fields, no_tokenizer
 from jllama.progress import progress
 
+if TYPE_CHECKING:
+    from jllama.tokenizers import Tokenizer
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """Show what a model learns from a file of chats: the tokens and, in color, those that count.
+    """Show how training tokenizes a chat file; the tokens that a model learns from are green.
 
     Examples:
         show chat.jsonl --model smollm2/
         show chats/ --model model.gguf --seq_len 512 --json
 
     Args:
-        action: show.
-        path: a .jsonl or Parquet file, packed or not, a folder or a glob of them.
-        model: the checkpoint to train, in any format; its tokenizer and chat template are read, not its weights.
-        chat_template: a template in place of the checkpoint's own: a file, or llama2, llama3 or chatml.
-        count: how many conversations are shown.
-        seq_len: as training.seq_len, to say how many are too long; 0 is the model's context.
-        json: print JSON, an object for each conversation that is shown and one for all together.
+        action: show, the only action.
+        path: a .jsonl or Parquet file, packed or not, or a folder or a glob of such files.
+        model: the checkpoint to train, in any format. Its tokenizer and chat template are read,
+            its weights are not.
+        chat_template: a chat template in place of the checkpoint's own: a file, or llama2, llama3
+            or chatml.
+        count: the number of conversations to show.
+        seq_len: the tokens of a row, as training.seq_len, to count the conversations that are too
+            long; 0 is the model's context.
+        json: print JSON: an object for each conversation that is shown, and one with the totals.
     """
 
     action: Literal["show"]
@@ -46,7 +53,7 @@ class DataOptions:
 
 
 def main(argv: list[str], prog: str) -> int:
-    """Tokenize every conversation as training does, show some, and say how much of all counts."""
+    """Tokenize every conversation as training does, show some, and count the tokens of all."""
     options = parse(DataOptions, argv, prog, ("action", "path"))
     from jllama.checkpoints.registry import open_checkpoint
     from jllama.data.chats import LOST, read_records, record_tokens
@@ -54,81 +61,82 @@ def main(argv: list[str], prog: str) -> int:
     from jllama.files import cache_folder
     from jllama.templates.messages import conversing
 
-    checkpoint, console = open_checkpoint(options.model), Console(highlight=False)
-    sums, findings = collections.Counter[str](), Findings("refuse")
-    if (tokenizer := checkpoint.tokenizer) is None:
+    checkpoint = open_checkpoint(options.model)
+    tokenizer = checkpoint.tokenizer
+    if tokenizer is None:
         raise no_tokenizer(options.model)
     template, stop_ids = conversing(
         tokenizer, checkpoint.chat_template, checkpoint.stop_ids, options.chat_template
     )
-    names, seq_len = (
-        {id: text for text, id in tokenizer.special_tokens.items()},
-        checkpoint.config.max_seq_len,
-    )
-    is_plain, limit = (
-        console.color_system is None or console.no_color,
-        (options.seq_len or seq_len) + 1,
-    )
+    limit = (options.seq_len or checkpoint.config.max_seq_len) + 1
+    console = Console(highlight=False)
+    totals = collections.Counter[str]()
+    findings = Findings("refuse")
+    files = corpus_files(options.path, cache_folder(), follow_links=True).values()
     with progress("conversations read", console=console) as move:
-        for record in read_records(
-            corpus_files(options.path, cache_folder(), follow_links=True).values(),
-            findings=findings,
-        ):
-            found = []
+        for record in read_records(files, findings=findings):
+            conversations = []
             with findings.noted():
-                found = record_tokens(record, tokenizer, template, stop_ids, findings.notes)
-            findings.notes[LOST] += not all(any(counted[1:limit]) for _, counted in found)
-            sides = record.form if len(found) == 2 else ("",)
-            if len(found) == 2:
-                sums["pairs"] += 1
-            for side, (ids, counted) in zip(sides, found, strict=False):
+                conversations = record_tokens(record, tokenizer, template, stop_ids, findings.notes)
+            learns = all(any(counted[1:limit]) for _, counted in conversations)
+            findings.notes[LOST] += not learns
+            sides = ("",)
+            if len(conversations) == 2:
+                sides = record.form
+                totals["pairs"] += 1
+            for side, (ids, counted) in zip(sides, conversations, strict=False):
                 move(1)
-                sums.update(
+                totals.update(
                     conversations=1,
                     tokens=len(ids),
                     counted_tokens=sum(counted),
                     too_long=len(ids) > limit,
                 )
-                if sums["conversations"] <= options.count and options.json:
-                    print(
-                        json.dumps(
-                            {"where": record.where, "side": side, "tokens": ids, "counted": counted}
-                        )
-                    )
-                elif sums["conversations"] <= options.count:
-                    title = (
-                        f"pair {sums['pairs']}, {side}, {record.where}" if side else record.where
-                    )
-                    shown, end = Text(f"{title}: {sum(counted)} of {len(ids)} tokens count\n"), 0
-                    for (name, counts), run in itertools.groupby(
-                        zip(map(names.get, ids), counted, strict=True)
-                    ):
-                        start, end = end, end + len([*run])
-                        before, until = tokenizer.decode(ids[:start]), tokenizer.decode(ids[:end])
-                        text = CONTROLS.sub(
-                            "", (name or "") * (end - start) or until.removeprefix(before)
-                        )
-                        shown.append(
-                            f"⟦{text}⟧" if counts and is_plain else text,
-                            "bold green" if counts else None,
-                        )
-                    console.print(
-                        shown.plain.replace("⟧⟦", "") if is_plain else shown,
-                        soft_wrap=True,
-                        markup=False,
-                    )
+                if totals["conversations"] > options.count:
+                    continue
+                if options.json:
+                    row = {"where": record.where, "side": side, "tokens": ids, "counted": counted}
+                    print(json.dumps(row))
+                else:
+                    title = f"pair {totals['pairs']}, {side}, " if side else ""
+                    _show(console, tokenizer, f"{title}{record.where}", ids, counted)
     notes = findings.finish()
-    share = (
-        f"{sums['counted_tokens'] / max(sums['tokens'], 1):.1%} of {sums['tokens']:,} tokens count"
-    )
-    pairs = f" in {sums['pairs']:,} pairs" if sums["pairs"] else ""
-    lengths = f"{sums['too_long']:,} have over seq_len + 1 = {limit:,}"
     if options.json:
-        print(json.dumps({**sums, "notes": notes} if notes else sums))
-    else:
-        print(
-            "\n".join(
-                [f"{sums['conversations']:,} conversations{pairs}: {share}, {lengths}", *notes]
-            )
-        )
+        print(json.dumps({**totals, "notes": notes} if notes else totals))
+        return 0
+    share = totals["counted_tokens"] / max(totals["tokens"], 1)
+    pairs = f" in {totals['pairs']:,} pairs" if totals["pairs"] else ""
+    summary = (
+        f"{totals['conversations']:,} conversations{pairs}: "
+        f"{share:.1%} of {totals['tokens']:,} tokens count, "
+        f"{totals['too_long']:,} have over seq_len + 1 = {limit:,}"
+    )
+    print(summary, *notes, sep="\n")
     return 0
+
+
+def _show(
+    console: Console, tokenizer: "Tokenizer", title: str, ids: list[int], counted: Sequence[bool]
+) -> None:
+    """Print a conversation with its counted tokens in green, or in brackets without colors."""
+    is_plain = console.color_system is None or console.no_color
+    names = {id: text for text, id in tokenizer.special_tokens.items()}
+    shown = Text(f"{title}: {sum(counted)} of {len(ids)} tokens count\n")
+    start = 0
+    # Each group is a run of equal special tokens, or of other tokens, that all count or all do not.
+    tokens = zip(map(names.get, ids), counted, strict=True)
+    for (name, counts), group in itertools.groupby(tokens):
+        length = len([*group])
+        if name:
+            text = name * length
+        else:
+            before = tokenizer.decode(ids[:start])
+            text = tokenizer.decode(ids[: start + length]).removeprefix(before)
+        start += length
+        text = CONTROLS.sub("", text)
+        if counts and is_plain:
+            text = f"⟦{text}⟧"
+        shown.append(text, "bold green" if counts else None)
+    # Adjacent groups that count share their brackets.
+    output = shown.plain.replace("⟧⟦", "") if is_plain else shown
+    console.print(output, soft_wrap=True, markup=False)

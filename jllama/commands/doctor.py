@@ -1,4 +1,4 @@
-"""``python -m jllama doctor``."""
+"""``jllama doctor``: show versions and devices, and run self-checks."""
 
 import dataclasses
 import importlib.metadata
@@ -19,19 +19,23 @@ from jllama.files import cache_folder
 _PACKAGES = (
     "jax jaxlib flax optax orbax-checkpoint grain sentencepiece tiktoken tokenizers gguf numpy"
 )
+_PARAMETER_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "training (float32 and Adam)": 16}
 
 
 @dataclasses.dataclass(frozen=True)
 class DoctorOptions:
-    """Print versions, devices and free space, and check a small model on this device against the NumPy oracle.
+    """Print versions, devices and free space, and run a self-check on this device.
+
+    The self-check compares a small model's logits with the NumPy reference.
 
     Examples:
         runs/quickstart
         --preset llama3.1-8b
 
     Args:
-        checkpoint: a run or a model in any format, to print its parameters; without it, those of the checked model.
-        preset: the name of a released Llama, such as llama3.1-8b, to print its parameters.
+        checkpoint: a run or a model in any format, whose parameters are listed; by default those
+            of the model of the self-check.
+        preset: a released Llama, such as llama3.1-8b, whose parameters are listed.
     """
 
     checkpoint: str = ""
@@ -39,7 +43,11 @@ class DoctorOptions:
 
 
 def main(argv: list[str], prog: str) -> int:
-    """Print versions, devices, sizes and the result of the self-check; the exit code is 1 if that fails."""
+    """Print versions, devices, sizes and the result of the self-check.
+
+    Raises:
+        JllamaError: if the self-check fails, which gives the exit code 1.
+    """
     options = parse(DoctorOptions, argv, prog, ("checkpoint",))
     import jax
 
@@ -58,48 +66,49 @@ def main(argv: list[str], prog: str) -> int:
 
     checked = VARIANTS["Llama 3.2 tied"]
     config = open_checkpoint(options.checkpoint).config if options.checkpoint else checked
-    config = jllama.preset(options.preset) if options.preset else config
-    console, folder = Console(highlight=False), tempfile.gettempdir()
+    if options.preset:
+        config = jllama.preset(options.preset)
+    # The machine
+    console = Console(highlight=False)
     console.print(f"Python {platform.python_version()} on {platform.platform()}")
-    console.print(
-        ", ".join(f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES.split())
-    )
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES.split()]
+    console.print(", ".join(versions))
     for device in jax.devices():
         memory = decimal(device_memory_bytes(device) or 0)
         console.print(f"device {device.id}: {device.platform} {device.device_kind}, {memory}")
-    memory, free = decimal(machine_memory_bytes() or 0), decimal(shutil.disk_usage(folder).free)
+    folder = tempfile.gettempdir()
+    memory = decimal(machine_memory_bytes() or 0)
+    free = decimal(shutil.disk_usage(folder).free)
     console.print(f"{memory} of memory, {free} free in {folder}")
     console.print(f"cache: {cache_folder()}, which may be removed at any time")
+    # The model
     length = config.max_seq_len
-    train = F.choose_attention(length, length)
-    print(f"attention over {length:,} tokens: training by {train}, decoding by cached")
+    kernel = F.choose_attention(length, length)
+    print(f"attention over {length:,} tokens: training by {kernel}, decoding by cached")
     console.print(summary_table(config))
-    takes = {"float32": 4, "bfloat16": 2, "int8": 1, "training (float32 and Adam)": 16}
-    print(
-        ", ".join(
-            f"{what} {decimal(size * count_parameters(config))}" for what, size in takes.items()
-        ),
-        "at least",
-    )
+    count = count_parameters(config)
+    sizes = [f"{name} {decimal(size * count)}" for name, size in _PARAMETER_BYTES.items()]
+    print(", ".join(sizes), "at least")
+    # The self-check
     with jax.default_matmul_precision("highest"):
         params = jax.tree.map(jax.numpy.asarray, weights(checked))
-        layouts = {whole_error: params, cached_error: jllama.decode_layout(params, checked)}
+        decode_params = jllama.decode_layout(params, checked)
         error = max(
-            compute(jllama_itself(), checked, layout, checked)
-            for compute, layout in layouts.items()
+            whole_error(jllama_itself(), checked, params, checked),
+            cached_error(jllama_itself(), checked, decode_params, checked),
         )
-    print(
-        f"a small Llama's logits against the float64 oracle: relative error {error:.1e}, tolerance {TOLERANCE:.0e}"
-    )
+    result = f"relative error {error:.1e}, tolerance {TOLERANCE:.0e}"
+    print(f"a small Llama's logits against the float64 oracle: {result}")
     if not error < TOLERANCE:
-        raise JllamaError(
-            f"self-check failed on this device: relative error {error:.1e} is over {TOLERANCE:.0e}"
-        )
+        raise JllamaError(f"the self-check failed on this device: {result}")
     return 0
 
 
 def summary_table(config: "jllama.LlamaConfig") -> Table:
-    """Every parameter with its axes, shape and count; the totals and the training cost of a token below."""
+    """Make a table of every parameter with its axes, shape and count.
+
+    Its footer has the totals, and the FLOPs of training on one token.
+    """
     from jllama.parameters import (
         count_parameters,
         parameter_table,
@@ -107,7 +116,8 @@ def summary_table(config: "jllama.LlamaConfig") -> Table:
         training_flops_per_token,
     )
 
-    count, flops = count_parameters(config), training_flops_per_token(config, config.max_seq_len)
+    count = count_parameters(config)
+    flops = training_flops_per_token(config, config.max_seq_len)
     table = Table(show_footer=True)
     table.add_column("parameter", "total")
     table.add_column("axes", f"{flops:.3g} FLOPs per training token")
@@ -115,7 +125,6 @@ def summary_table(config: "jllama.LlamaConfig") -> Table:
     table.add_column("count", f"{count:,}", justify="right")
     for path, row in parameter_table(config).items():
         shape = shape_of(row, config)
-        table.add_row(
-            path, " ".join(row.axes), " x ".join(map(str, shape)), f"{math.prod(shape):,}"
-        )
+        axes = " ".join(row.axes)
+        table.add_row(path, axes, " x ".join(map(str, shape)), f"{math.prod(shape):,}")
     return table

@@ -1,4 +1,4 @@
-"""``python -m jllama eval``."""
+"""``jllama eval``: measure how well a model predicts text or solves tasks."""
 
 import dataclasses
 import itertools
@@ -16,11 +16,25 @@ _ONLY = {
     "data": "text_field chat_template stride max_tokens",
     "tasks": "include_path num_fewshot limit apply_chat_template",
 }
+"""The options that only ``--data`` or only ``--tasks`` uses."""
+_COMMON = (
+    "adapter",
+    "quantize",
+    "data",
+    "window",
+    "stride",
+    "max_tokens",
+    "tasks",
+    "num_fewshot",
+    "limit",
+    "batch_size",
+    "json",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalOptions(ModelOptions):
-    """Measure how well a model predicts text or chats, or does on tasks of lm-eval.
+    """Measure how well a model predicts text or the answers of chats, or solves tasks of lm-eval.
 
     Examples:
         runs/quickstart --data text.txt
@@ -28,18 +42,23 @@ class EvalOptions(ModelOptions):
         model.gguf --tasks arc_easy,hellaswag --limit 100
 
     Args:
-        data: a text file, a .jsonl file of texts, which are scored each by itself, or one of chats: their answers.
-        text_field: where a .jsonl file has its texts.
-        chat_template: for chats in place of the model's own: a file, or a name.
-        window: the most tokens that the model sees at once; 0 is its context, with --data at most 2048.
-        stride: new tokens that each window scores; 0 is half a window.
-        max_tokens: score only the first so many; 0 is all.
-        tasks: names of lm-eval's tasks, with a comma between several, in place of --data; needs its package.
+        data: a text file, a .jsonl file of texts, each scored by itself, or a .jsonl file of
+            chats, whose answers are scored.
+        text_field: the field of a .jsonl file that holds the text.
+        chat_template: a chat template in place of the model's own: a file, or llama2, llama3 or
+            chatml.
+        window: the maximum number of tokens that the model sees at once; 0 is its context, with
+            --data at most 2048.
+        stride: the number of new tokens that each window scores; 0 is half a window.
+        max_tokens: the number of tokens to score, from the beginning; 0 is all.
+        tasks: names of lm-eval's tasks, separated by commas, in place of --data; this needs the
+            package lm-eval.
         include_path: a folder with tasks of your own, as YAML files.
-        num_fewshot: how many solved examples a task's question comes after; without it what the task says.
-        limit: only so many questions of each task; 0 is all.
+        num_fewshot: the number of solved examples before each question; the default is the
+            task's own.
+        limit: the number of questions of each task; 0 is all.
         apply_chat_template: put each question as a message of a chat.
-        batch_size: how many windows, or questions, go through the model at once.
+        batch_size: the number of windows or questions that the model processes at once.
         json: print the result as JSON.
     """
 
@@ -65,29 +84,31 @@ class EvalOptions(ModelOptions):
             )
         other = "tasks" if self.data else "data"
         for name in _ONLY[other].split():
-            if getattr(self, name) != getattr(EvalOptions, name):  # its default
+            default = getattr(EvalOptions, name)
+            if getattr(self, name) != default:
                 raise UsageError(f"--{name} is for --{other} alone: leave it out")
-        check_fields(
-            self, "", "window stride max_tokens limit", lambda value: value >= 0, "0 or more"
-        )
-        check_fields(
-            self, "", "num_fewshot", lambda value: value is None or value >= 0, "0 or more"
-        )
+        counts = "window stride max_tokens limit"
+        if self.num_fewshot is not None:
+            counts += " num_fewshot"
+        check_fields(self, "", counts, lambda value: value >= 0, "0 or more")
         check_fields(self, "", "batch_size", lambda value: value >= 1, "at least 1")
 
 
 def main(argv: list[str], prog: str) -> int:
     """Load a model, evaluate it, and print the results."""
-    options = parse(EvalOptions, argv, prog, positional=("checkpoint",))
-    if options.tasks:
-        return _evaluate_tasks(options)
+    options = parse(EvalOptions, argv, prog, ("checkpoint",), _COMMON)
+    return _evaluate_tasks(options) if options.tasks else _evaluate_text(options)
+
+
+def _evaluate_text(options: EvalOptions) -> int:
     from jllama.data.chats import FORMS, data_task, read_records, record_tokens
     from jllama.data.config import DataConfig
     from jllama.data.corpus import read_corpus
     from jllama.evaluation.scoring import score_texts, window_sizes
     from jllama.templates.messages import conversing
 
-    if not (path := Path(options.data)).is_file():
+    path = Path(options.data)
+    if not path.is_file():
         raise JllamaError(
             f"there is no file at --data {options.data}: give a text file, or a .jsonl file"
         )
@@ -96,40 +117,42 @@ def main(argv: list[str], prog: str) -> int:
         raise UsageError(f"--chat_template is for chats, and {options.data} is text: leave it out")
     model = options.load_model()
     options.say_loaded(model)
-    size = window_sizes(model, options.window, options.stride)
-    limits, start_s = (
-        {"batch_size": options.batch_size, "max_tokens": options.max_tokens or None},
-        time.perf_counter(),
-    )
-    texts: Any = ("".join(document()) for document in read_corpus([path], options.text_field))
+    sizes = window_sizes(model, options.window, options.stride)
+    start_s = time.perf_counter()
+    texts: Any
     if is_chat:
         tokenizer = model.text_tokenizer
-        talk = conversing(tokenizer, model.chat_template, model.stop_ids, options.chat_template)
+        chat = conversing(tokenizer, model.chat_template, model.stop_ids, options.chat_template)
         records = read_records([path], FORMS[1:])
         texts = itertools.chain.from_iterable(
-            record_tokens(record, tokenizer, *talk) for record in records
+            record_tokens(record, tokenizer, *chat) for record in records
         )
+    else:
+        texts = ("".join(document()) for document in read_corpus([path], options.text_field))
     with progress("tokens scored") as move:
         score = score_texts(
             model,
             texts,
-            on_progress=lambda n, total: move(completed=n, total=total),
-            **size,
-            **limits,
+            on_progress=lambda done, total: move(completed=done, total=total),
+            batch_size=options.batch_size,
+            max_tokens=options.max_tokens or None,
+            **sizes,
         )
-    tokens_per_s = round(score.tokens / (time.perf_counter() - start_s), 1)
     results = {
         "tokens": score.tokens,
         "bytes": score.text_bytes,
         "loss": score.loss,
         "perplexity": score.perplexity,
+        "bits_per_byte": score.bits_per_byte,
+        **sizes,
+        "tokens_per_s": round(score.tokens / (time.perf_counter() - start_s), 1),
     }
-    results |= {"bits_per_byte": score.bits_per_byte, **size, "tokens_per_s": tokens_per_s}
-    lines = (
-        f"{name:14} {each:,{'.4f' if isinstance(each, float) else ''}}"
-        for name, each in results.items()
-    )
-    print(json.dumps(results, indent=1) if options.json else "\n".join(lines))
+    if options.json:
+        print(json.dumps(results, indent=1))
+        return 0
+    for name, value in results.items():
+        form = ",.4f" if isinstance(value, float) else ","
+        print(f"{name:14} {value:{form}}")
     return 0
 
 
@@ -140,10 +163,14 @@ def _evaluate_tasks(options: EvalOptions) -> int:
     manager = harness.task_manager(names, options.include_path)  # before the model is loaded
     model = options.load_model()
     options.say_loaded(model)
-    lm = harness.JllamaLM(model, options.batch_size, options.window or None)
-    arguments = {name: getattr(options, name) for name in ("num_fewshot", "apply_chat_template")}
     results = harness.evaluate_tasks(
-        lm, names, manager, limit=options.limit or None, log_samples=False, **arguments
+        harness.JllamaLM(model, options.batch_size, options.window or None),
+        names,
+        manager,
+        limit=options.limit or None,
+        log_samples=False,
+        num_fewshot=options.num_fewshot,
+        apply_chat_template=options.apply_chat_template,
     )
     print(json.dumps(results["results"], indent=1) if options.json else harness.table(results))
     return 0

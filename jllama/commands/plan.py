@@ -1,10 +1,11 @@
-"""``jllama plan``."""
+"""``jllama plan``: predict the memory and speed of a step on devices that are absent."""
 
 import dataclasses
 import json
 import math
 import os
 from collections import Counter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
@@ -35,23 +36,27 @@ _COMMON = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanOptions(TrainConfig):
-    """Compile a training or decoding step for TPUs or GPUs that are not there, and say what it will need and reach.
+    """Predict the memory and speed of a training or decoding step on TPUs or GPUs that are absent.
+
+    The step is compiled for these devices, and not run.
 
     Examples:
         --preset llama3.2-1b --topology v5e:4x4 --seq_len 4096
-        configs/llama3.1-8b.yaml --topology h100:8 --search
-        --preset llama3.1-405b --topology h200:16 --decode --quantize int8 --batch_size 32 --seq_len 8192
+        llama3.1-8b_h100-8 --topology h100:8 --search
+        --preset llama3.1-70b --topology h200:8 --decode --batch_size 32 --seq_len 8192
 
     Args:
-        topology: the devices: v5e:4x4, v5p:8x8x8, v6e:..., v4:... (TPUs, by the slice's sides or, as v5e:16, by the
-            number of chips), or a100, h100, h200, b200, gb200 with their number, as h100:64.
+        topology: the devices. TPUs are written with the sides of the slice or the number of
+            chips, as v5e:4x4 or v5e:16 (v4, v5e, v5p, v6e); GPUs with their number, as h100:64
+            (a100, h100, h200, b200, gb200).
         preset: a released Llama, as in jllama.PRESETS, in place of the configuration's model.
-        batch_size: rows in a step, over all devices; 0 takes the configuration's, with a preset one for each share.
-        seq_len: tokens of each row; 0 takes the configuration's.
-        decode: plan a step of decoding, with seq_len tokens in the cache of each row.
-        quantize: int8 weights, for decoding: on a GPU or TPU they save memory and no time.
-        search: try meshes, parts of a batch and what is recomputed; take the fastest that fits.
-        tokens: of a whole training run, to say how many days it takes.
+        batch_size: the rows of a step on all devices together; 0 takes the configuration's, or
+            with a preset one row for each data shard.
+        seq_len: the tokens of a row; 0 takes the configuration's.
+        decode: plan a decoding step, with seq_len tokens in the cache of each row.
+        quantize: int8 weights, for decoding; on a GPU or TPU they save memory and no time.
+        search: try meshes, accumulation and remat settings, and take the fastest that fits.
+        tokens: the tokens of a whole training run, to compute its days.
         json: print the receipt as JSON.
     """
 
@@ -71,125 +76,127 @@ class PlanOptions(TrainConfig):
         super().__post_init__()
         if not self.topology:
             raise UsageError("topology is missing: give the devices, such as v5e:4x4 or h100:8")
-        check_fields(
-            self,
-            "",
-            "batch_size seq_len",
-            lambda size: 0 <= size < 2**31,
-            "positive, or 0 for the usual",
-        )
+        expected = "positive, or 0 for the default"
+        check_fields(self, "", "batch_size seq_len", lambda size: 0 <= size < 2**31, expected)
         check_fields(self, "", "tokens", lambda count: 0 < count < math.inf, "positive")
         if self.quantize and not self.decode:
-            raise UsageError("quantize is int8, and for --decode alone")
+            raise UsageError("quantize int8 is for --decode alone: leave it out, or add --decode")
         if self.search and self.decode:
             raise UsageError("search is for training alone: leave out --search or --decode")
 
 
 def main(argv: list[str], prog: str) -> int:
-    """Plan, and print the receipt; the exit code is 1 if it does not fit."""
+    """Compile the step and print the receipt; return 1 if the step does not fit."""
     options = parse(PlanOptions, argv, prog, ("config",), _COMMON)
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is run: the compilers alone are used
-    os.environ.setdefault(
-        "TF_CPP_MIN_LOG_LEVEL", "3"
-    )  # of what they say, the receipt holds what counts
+    # Only the compilers are used: nothing is run. The receipt has what counts of their messages.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     from jllama.plan.devices import topology_devices, usual_topology
     from jllama.plan.receipt import describe, plan_decoding, plan_training
     from jllama.plan.search import search
     from jllama.sharding import make_mesh
 
-    options = dataclasses.replace(options, topology=usual_topology(options.topology))
-    console = Console(stderr=options.json, highlight=False, soft_wrap=True)
-    progress = Console(stderr=True, highlight=False, soft_wrap=True)
+    # Resolve the sizes that the options leave open.
+    topology = usual_topology(options.topology)
     model = jllama.preset(options.preset) if options.preset else options.model
     seq_len = options.seq_len or options.training.seq_len or model.max_seq_len
     model = dataclasses.replace(model, max_seq_len=max(seq_len, model.max_seq_len))
-    mesh = make_mesh(options.mesh, topology_devices(options.topology)[1]).shape
-    batch_size = options.batch_size or (
-        mesh["data"] * mesh["fsdp"] if options.preset else options.training.batch_size
-    )
-    loop = dataclasses.replace(options.training, seq_len=seq_len, batch_size=batch_size)
-    config = dataclasses.replace(options, model=model, training=loop)
+    mesh = make_mesh(options.mesh, topology_devices(topology)[1]).shape
+    batch_size = options.batch_size
+    if not batch_size:
+        shards = mesh["data"] * mesh["fsdp"]
+        batch_size = shards if options.preset else options.training.batch_size
+    training = dataclasses.replace(options.training, seq_len=seq_len, batch_size=batch_size)
+    config = dataclasses.replace(options, topology=topology, model=model, training=training)
+
+    console = Console(stderr=options.json, highlight=False, soft_wrap=True)
     if options.decode:
         receipt = plan_decoding(
-            model, options.topology, options.mesh, batch_size, seq_len, options.quantize
+            model, topology, options.mesh, batch_size, seq_len, options.quantize
         )
     elif options.search:
-        tried = search(
-            config, options.topology, bool(options.batch_size or not options.preset), progress.print
-        )
-        for _, each in tried:
-            speed = (
-                f"MFU {each.mfu_limit:6.1%}, {each.tokens_per_s:,.0f} tokens/s"
-                if each.fits
-                else "does not fit"
-            )
-            console.print(
-                f"{each.needed_bytes / _GIB:8.2f} GiB  {speed:33}  {describe(each.mesh, each.settings)}"
-            )
-        receipt = tried[0][1]
+        progress = Console(stderr=True, highlight=False, soft_wrap=True)
+        has_batch = bool(options.batch_size) or not options.preset
+        receipts = [tried for _, tried in search(config, topology, has_batch, progress.print)]
+        for tried in receipts:
+            speed = "does not fit"
+            if tried.fits:
+                speed = f"MFU {tried.mfu_limit:6.1%}, {tried.tokens_per_s:,.0f} tokens/s"
+            settings = describe(tried.mesh, tried.settings)
+            console.print(f"{tried.needed_bytes / _GIB:8.2f} GiB  {speed:33}  {settings}")
+        receipt = receipts[0]
     else:
-        receipt = plan_training(config, options.topology)
+        receipt = plan_training(config, topology)
     if options.json:
         print(json.dumps(receipt.as_dict()))
     else:
         title = f"{receipt.device}, {describe(receipt.mesh, receipt.settings)}"
-        console.print("\n".join(lines(receipt, title, options.decode, options.tokens)))
+        console.print("\n".join(_lines(receipt, title, options.decode, options.tokens)))
     return 0 if receipt.fits else 1
 
 
-def lines(receipt: "Receipt", title: str, decode: bool, tokens: float) -> list[str]:
-    """The receipt for people."""
-    needs, has = receipt.most_bytes, receipt.device_memory_bytes
-    state, temporaries = receipt.parameters_bytes + receipt.moments_bytes, receipt.temporaries_bytes
-    too_much = f"does not fit: {(needs - has) / _GIB:.2f} GiB too much"
-    verdict = f"fits, {(has - needs) / _GIB:.2f} GiB to spare" if receipt.fits else too_much
-    rows = {"memory of a device": f"{receipt.needed_bytes / _GIB:8.2f} of {has / _GIB:.2f} GiB"}
-    parts = {
-        "parameters": receipt.parameters_bytes,
-        "moments": receipt.moments_bytes,
-        "cache and tokens" if decode else "batch": receipt.arguments_bytes - state,
-        "gradients": receipt.gradients_bytes,
-        "activations and what the compiler needs": temporaries - receipt.gradients_bytes,
-    }
-    rows |= {f"  {name}": f"{size / _GIB:8.2f}" for name, size in parts.items() if size}
-    if receipt.starting_bytes:
-        rows["while weights are read and quantized"] = f"{receipt.starting_bytes / _GIB:8.2f}"
+def _lines(receipt: "Receipt", title: str, decode: bool, tokens: float) -> Iterator[str]:
+    """Yield the lines of a printed receipt."""
+    spare = (receipt.device_memory_bytes - receipt.most_bytes) / _GIB
+    verdict = f"fits, {spare:.2f} GiB to spare"
+    rows = _memory_rows(receipt, decode)
     if receipt.fits:
-        received: Counter[str] = Counter()
-        for row in receipt.collectives:
-            received[row.kind] += int(row.times * row.bytes_each)
-        said = ", ".join(
-            f"{name} {1e3 * seconds:,.1f} ms" for name, seconds in receipt.times_s.items()
-        )
-        least_s = receipt.least_bytes / receipt.traffic_bytes * receipt.memory_s
-        bandwidth = least_s / max(receipt.times_s.values())
-        share = (
-            f"{bandwidth:.1%} of the memory's rate" if decode else f"{receipt.mfu_limit:.1%} MFU"
-        )
-        rows["attention kernel"] = receipt.attention or "none"
-        rows["FLOPs of a device in a step"] = (
+        rows |= _speed_rows(receipt, decode, tokens)
+    else:
+        verdict = f"does not fit: {-spare:.2f} GiB too much"
+    yield f"{title}: {verdict}"
+    yield from (f"  {name:41}{value}" for name, value in rows.items())
+    for size, shape, name in receipt.largest:
+        yield f"  {size / _GIB:8.2f} GiB  {shape}  {name}"
+    yield from (f"  to make it fit: {tip}" for tip in receipt.advice)
+    yield f"compiled in {receipt.compile_s:.0f} s"
+
+
+def _memory_rows(receipt: "Receipt", decode: bool) -> dict[str, str]:
+    """Return the memory of a device and its parts, in GiB."""
+    others = receipt.arguments_bytes - receipt.parameters_bytes - receipt.moments_bytes
+    sizes = {
+        "  parameters": receipt.parameters_bytes,
+        "  moments": receipt.moments_bytes,
+        "  cache and tokens" if decode else "  batch": others,
+        "  gradients": receipt.gradients_bytes,
+        "  activations and what the compiler needs": (
+            receipt.temporaries_bytes - receipt.gradients_bytes
+        ),
+        "while weights are read and quantized": receipt.starting_bytes,
+    }
+    limit = f"{receipt.device_memory_bytes / _GIB:.2f} GiB"
+    rows = {"memory of a device": f"{receipt.needed_bytes / _GIB:8.2f} of {limit}"}
+    return rows | {name: f"{size / _GIB:8.2f}" for name, size in sizes.items() if size}
+
+
+def _speed_rows(receipt: "Receipt", decode: bool, tokens: float) -> dict[str, str]:
+    """Return what a step computes and moves, and its speed at the published rates."""
+    rows = {
+        "attention kernel": receipt.attention or "none",
+        "FLOPs of a device in a step": (
             f"{receipt.flops:.3g}, computed {receipt.recomputed:.2f} times"
-        )
-        rows["read and written in its memory"] = decimal(int(receipt.traffic_bytes))
-        if decode:
-            rows["weights and keys alone"] = (
-                f"{decimal(receipt.least_bytes)}, {1e3 * least_s:,.2f} ms"
-            )
-            rows["launches in a step"] = f"{receipt.launches:,}"
-        rows |= {f"received in {kind}": decimal(size) for kind, size in received.items()}
-        rows["a step at the published rates"] = f"{said}: {receipt.binds} binds"
-        rows["at most"] = f"{share}, {receipt.tokens_per_s:,.0f} tokens/s"
-        if receipt.expected_s and not decode:
-            speed = f"{receipt.expected_mfu:.1%} MFU, {receipt.tokens / receipt.expected_s:,.0f} tokens/s"
-            rows["expected, by rates measured on an H100"] = speed
-        if not decode:
-            rows[f"{tokens:.3g} tokens".replace("e+", "e")] = (
-                f"{tokens / receipt.tokens_per_s / 86_400:,.1f} days"
-            )
-    return [
-        f"{title}: {verdict}",
-        *(f"  {name:41}{said}" for name, said in rows.items()),
-        *(f"  {size / _GIB:8.2f} GiB  {shape}  {name}" for size, shape, name in receipt.largest),
-        *(f"  to make it fit: {tip}" for tip in receipt.advice),
-        f"compiled in {receipt.compile_s:.0f} s",
-    ]
+        ),
+        "read and written in its memory": decimal(int(receipt.traffic_bytes)),
+    }
+    share = f"{receipt.mfu_limit:.1%} MFU"
+    if decode:
+        min_s = receipt.least_bytes / receipt.traffic_bytes * receipt.memory_s
+        share = f"{min_s / max(receipt.times_s.values()):.1%} of the memory's rate"
+        rows["weights and keys alone"] = f"{decimal(receipt.least_bytes)}, {1e3 * min_s:,.2f} ms"
+        rows["launches in a step"] = f"{receipt.launches:,}"
+    received: Counter[str] = Counter()
+    for row in receipt.collectives:
+        received[f"received in {row.kind}"] += int(row.times * row.bytes_each)
+    rows |= {name: decimal(size) for name, size in received.items()}
+    times = [f"{name} {1e3 * seconds:,.1f} ms" for name, seconds in receipt.times_s.items()]
+    rows["a step at the published rates"] = f"{', '.join(times)}: {receipt.binds} binds"
+    rows["at most"] = f"{share}, {receipt.tokens_per_s:,.0f} tokens/s"
+    if decode:
+        return rows
+    if receipt.expected_s:
+        speed = f"{receipt.tokens / receipt.expected_s:,.0f} tokens/s"
+        rows["expected, by rates measured on an H100"] = f"{receipt.expected_mfu:.1%} MFU, {speed}"
+    days = tokens / receipt.tokens_per_s / 86_400
+    rows[f"{tokens:.3g} tokens".replace("e+", "e")] = f"{days:,.1f} days"
+    return rows

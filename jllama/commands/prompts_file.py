@@ -1,4 +1,4 @@
-"""Completing a whole file of prompts: JSON lines in, JSON lines out, and nothing lost if it is interrupted."""
+"""Completion of a file of prompts: JSON lines in, JSON lines out, continued after interruptions."""
 
 import dataclasses
 import hashlib
@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -19,7 +19,8 @@ from jllama.generation.text import Completion, encode_prompt
 from jllama.language_model import LanguageModel, weights_fingerprint
 from jllama.progress import progress
 
-_JSON_TYPES: dict[Any, tuple[str, set[type], set[type]]] = {  # of which true is no number
+# The types are compared exactly, so that true is no number.
+_JSON_TYPES: dict[Any, tuple[str, set[type], set[type]]] = {
     int: ("a whole number", {int}, {int}),
     float: ("a number", {int, float}, {int, float}),
     tuple[int, ...]: ("a list of whole numbers", {list}, {int}),
@@ -27,120 +28,116 @@ _JSON_TYPES: dict[Any, tuple[str, set[type], set[type]]] = {  # of which true is
     str: ("a string or a list of strings", {str, list}, {str}),
 }
 _ENDS = {"max_new_tokens": int, "stop": str, "stop_ids": tuple[int, ...]}
-OWN_SETTINGS = {
+_SETTINGS = {
     name: _JSON_TYPES[hint] for name, hint in (get_type_hints(SamplingParams) | _ENDS).items()
 }
-"""What a line may set for itself: what JSON must hold, in words, and the types of it and of what is in it."""
-_NOT_OF_RESULTS = (
-    "checkpoint",
-    "adapter",
-    "prompts_file",
-    "output",
-    "batch_size",
-)  # beside the weights
+"""The settings of a line: a description of the value, its JSON types, and those of its elements."""
+# Options that do not change results; the weights' fingerprint covers checkpoint and adapter.
+_NO_EFFECT = ("checkpoint", "adapter", "prompts_file", "output", "batch_size")
 
 
 def complete_file(
     model: LanguageModel, default: Prompt, options: Any
 ) -> tuple[list[Completion], list[str]]:
-    """Complete every line of a ``.jsonl`` file ``n`` times, the i-th with its seed plus i.
+    """Complete every line of a ``.jsonl`` file ``n`` times; text i has the line's seed plus i.
 
-    Each line is an object with a ``prompt``; it may set what ``OWN_SETTINGS`` lists, and whatever else it holds is
-    copied to its results, beside ``result``. They are gathered in ``<output>.unfinished``, which a second call goes on
-    from if the prompts, weights and options are the same, and appear at ``output``, in the order of the lines, when all
-    are done. Returns the completions of this call, and what is wrong with lines.
+    A line is an object with a ``prompt``. It may change settings of ``default``; its other fields
+    are copied to its results. The results are collected in ``<output>.unfinished``. A second call
+    with the same prompts, weights and options continues there. The finished results are moved to
+    ``output``, in the order of the lines.
+
+    Returns:
+        The completions of this call, and a problem for each line that is wrong.
     """
-    path, output, start_s = Path(options.prompts_file), Path(options.output), time.perf_counter()
+    path = Path(options.prompts_file)
+    output = Path(options.output)
+    start_s = time.perf_counter()
     if output.exists():
         raise JllamaError(f"{output} exists already: remove it, or give another --output")
+
+    # 1. Read what an interrupted call has done.
     content = path.read_bytes()
+    identity = _identity(model, options, content)
     unfinished = output.with_name(output.name + ".unfinished")
-    identity = {
-        "prompts": hashlib.sha256(content).hexdigest(),
-        "weights": weights_fingerprint(model),
-        "configuration": repr(model.config),
-        "tokenizer": model.text_tokenizer.fingerprint(),
-        "the model's stop ids": model.stop_ids,
-        **{
-            name: value
-            for name, value in dataclasses.asdict(options).items()
-            if name not in _NOT_OF_RESULTS
-        },
-    }
     done = _read_unfinished(unfinished, json.loads(json.dumps(identity)))
-    num_done, remaining, made, bad = len(done), [], [], []
+    num_done = len(done)
+
+    # 2. Find the lines that are wrong, and the texts that remain.
+    remaining: list[tuple[Json, Prompt]] = []
+    bad: list[Json] = []
     for number, line in enumerate(content.splitlines(), 1):
         if not line.strip():
             continue
         fields: Json = {}
         try:
-            with fault_of("it is not JSON", ValueError, RecursionError):
-                read = json.loads(line)
-            fields = read if isinstance(read, dict) else {}
+            fields = _read_line(line)
             prompt = encode_prompt(model, _prompt(fields, default))
         except JllamaError as error:
             bad.append(fields | {"line": number, "error": str(error)})
             continue
+        fields["line"] = number
         for sample in range(options.n):
-            fields = fields | {"line": number} | ({"sample": sample} if options.n > 1 else {})
+            if options.n > 1:
+                fields = fields | {"sample": sample}
             if _key(fields) not in done:
                 remaining.append((fields, with_seed(prompt, sample)))
-    with (
-        unfinished.open("a", encoding="utf-8") as file,
-        progress("prompts", num_done + len(remaining)) as move,
-    ):
+
+    # 3. Complete them, and save each as soon as it is done.
+    made: list[Completion] = []
+    total = num_done + len(remaining)
+    with unfinished.open("a", encoding="utf-8") as file, progress("prompts", total) as move:
         move(num_done)
         if not file.tell():
             file.write(json.dumps({"of": identity}) + "\n")
         prompts = [prompt for _, prompt in remaining]
         for index, completion in completions(model, prompts, options.speculate, options.batch_size):
             fields, prompt = remaining[index]
-            done[_key(fields)] = fields | result(
-                model, options, fields["prompt"], prompt, completion
-            )
-            file.write(_dumped(done[_key(fields)]))
+            fields = fields | result(model, options, fields["prompt"], prompt, completion)
+            done[_key(fields)] = fields
+            file.write(_json_line(fields))
             file.flush()
             move(1)
             made.append(completion)
-    write_text_whole(output, "".join(map(_dumped, sorted([*done.values(), *bad], key=_key))))
+
+    # 4. Write all results in order.
+    rows = sorted([*done.values(), *bad], key=_key)
+    write_text_whole(output, "".join(map(_json_line, rows)))
     unfinished.unlink()
-    seconds, tokens = (
-        time.perf_counter() - start_s,
-        sum(completion.new_tokens for completion in made),
-    )
-    print(
-        f"{output}: {tokens} new tokens in {seconds:.1f} s, {tokens / seconds:.1f} a second",
-        file=sys.stderr,
-    )
-    return made, [f"{path}, line {each['line']}: {each['error']}" for each in bad]
+    seconds = time.perf_counter() - start_s
+    tokens = sum(completion.new_tokens for completion in made)
+    speed = f"{tokens} new tokens in {seconds:.1f} s, {tokens / seconds:.1f} a second"
+    print(f"{output}: {speed}", file=sys.stderr)
+    return made, [f"{path}, line {row['line']}: {row['error']}" for row in bad]
 
 
 def result(
     model: LanguageModel, options: Any, text: str, prompt: Prompt, completion: Completion
 ) -> Json:
-    """What is said in JSON of a text, the prompt that it was encoded to, and its completion."""
+    """Return the JSON fields of a completion; ``text`` is the prompt before it was encoded."""
     fields = {
         "text": (text if options.echo else "") + completion.text,
         "finish_reason": completion.finish_reason,
+        "new_tokens": completion.new_tokens,
     }
-    tokens = (
-        {"tokens": log_probs(model, prompt, completion, echo=bool(options.echo))}
-        if options.logprobs
-        else {}
-    )
-    return fields | {"new_tokens": completion.new_tokens} | tokens
+    if options.logprobs:
+        fields["tokens"] = log_probs(model, prompt, completion, echo=bool(options.echo))
+    return fields
 
 
 def log_probs(
     model: LanguageModel, prompt: Prompt, completion: Completion, *, echo: bool
 ) -> list[Json]:
-    """Each token with its text and its log-probability; the prompt's first has none."""
-    ids, values, decode = completion.ids, completion.log_probs, model.text_tokenizer.decode
+    """Return each token with its text and log-probability, in nats; ``echo`` includes the prompt.
+
+    The prompt's first token has no log-probability.
+    """
+    ids = [*completion.ids]
+    values: list[float | None] = [*completion.log_probs]
     if echo:
-        ids, values = (
-            [*prompt.ids, *ids],
-            [None, *token_log_probs(model, [prompt.ids])[0].log_probs.tolist(), *values],
-        )
+        (score,) = token_log_probs(model, [prompt.ids])
+        ids = [*prompt.ids, *ids]
+        values = [None, *score.log_probs.tolist(), *values]
+    decode = model.text_tokenizer.decode
     return [
         {"id": id, "text": decode([id]), "log_prob": value}
         for id, value in zip(ids, values, strict=True)
@@ -148,65 +145,94 @@ def log_probs(
 
 
 def with_seed(prompt: Prompt, offset: int) -> Prompt:
-    """The prompt with a later seed, for another text."""
+    """Return the prompt with a seed that is larger by ``offset``."""
     seed = (prompt.sampling.seed + offset) % 2**32
     return dataclasses.replace(prompt, sampling=dataclasses.replace(prompt.sampling, seed=seed))
 
 
-def _dumped(result: Json) -> str:
-    """A line of JSON in UTF-8, in which a lone surrogate, which that has not, is an escape."""
-    return (
-        json.dumps(result, ensure_ascii=False).encode("utf-8", "backslashreplace").decode() + "\n"
-    )
-
-
-def _key(result: Json) -> tuple[int, int]:
-    return result["line"], result.get("sample", 0)
+def _identity(model: LanguageModel, options: Any, content: bytes) -> Json:
+    """Return everything that results depend on, by names for error messages."""
+    settings = dataclasses.asdict(options)
+    for name in _NO_EFFECT:
+        del settings[name]
+    return {
+        "prompts": hashlib.sha256(content).hexdigest(),
+        "weights": weights_fingerprint(model),
+        "configuration": repr(model.config),
+        "tokenizer": model.text_tokenizer.fingerprint(),
+        "the model's stop ids": model.stop_ids,
+        **settings,
+    }
 
 
 def _read_unfinished(unfinished: Path, identity: Json) -> dict[tuple[int, int], Json]:
-    """The results of an interrupted call; a last line that was cut short is dropped from the file."""
-    whole = unfinished.read_bytes() if unfinished.exists() else b""
-    whole = whole[: whole.rfind(b"\n") + 1]
+    """Return the results of an interrupted call; drop a last line that was cut short."""
+    content = unfinished.read_bytes() if unfinished.exists() else b""
+    whole = content[: content.rfind(b"\n") + 1]
     remedy = "remove it, or give another --output"
-    with fault_of(
-        f"{unfinished} does not hold what was written there, so {remedy}",
-        ValueError,
-        KeyError,
-        TypeError,
-    ):
-        first, *results = [json.loads(line) for line in whole.splitlines()] or [{"of": identity}]
-        existing, done = dict(first["of"]), {_key(result): result for result in results}
-    if changed := [name for name in identity if existing.get(name) != identity[name]]:
-        what = f"other prompts, settings or another model ({', '.join(changed)} changed)"
-        raise JllamaError(f"{unfinished} was begun with {what}: {remedy}")
+    problem = f"{unfinished} does not hold what was written there, so {remedy}"
+    with fault_of(problem, ValueError, KeyError, TypeError):
+        rows = [json.loads(line) for line in whole.splitlines()]
+        before = dict(rows[0]["of"]) if rows else identity
+        done = {_key(row): row for row in rows[1:]}
+    changed = [name for name in identity if before.get(name) != identity[name]]
+    if changed:
+        reason = f"other prompts, settings or another model ({', '.join(changed)} changed)"
+        raise JllamaError(f"{unfinished} was begun with {reason}: {remedy}")
     if unfinished.exists():
         os.truncate(unfinished, len(whole))
     return done
 
 
+def _json_line(row: Json) -> str:
+    """Return a line of JSON in UTF-8; a lone surrogate, which UTF-8 does not have, is escaped."""
+    text = json.dumps(row, ensure_ascii=False)
+    return text.encode("utf-8", "backslashreplace").decode() + "\n"
+
+
+def _key(row: Json) -> tuple[int, int]:
+    return row["line"], row.get("sample", 0)
+
+
+def _read_line(line: bytes) -> Json:
+    with fault_of("it is not JSON", ValueError, RecursionError):
+        fields = json.loads(line)
+    return fields if isinstance(fields, dict) else {}
+
+
 def _prompt(fields: Json, default: Prompt) -> Prompt:
+    """Return the default prompt, changed by a line's text and settings."""
     if not isinstance(fields.get("prompt"), str):
         raise UsageError('it must be an object with a "prompt", such as {"prompt": "Once"}')
-    own: Json = {name: fields[name] for name in OWN_SETTINGS if name in fields}
-    for name, value in own.items():
-        expected, outer, inner = OWN_SETTINGS[name]
-        ids, each = (
-            (value, value.values())
-            if type(value) is dict
-            else ((), value if type(value) is list else [value])
-        )
-        if (
-            type(value) not in outer
-            or {*map(type, each)} - inner
-            or not all(map(str.isdecimal, ids))
-        ):
+    sampling = {}
+    ends = {}
+    for name, value in _line_settings(fields):
+        if name in _ENDS:
+            ends[name] = value
+        else:
+            sampling[name] = value
+    params = dataclasses.replace(default.sampling, **sampling)
+    return dataclasses.replace(default, content=fields["prompt"], sampling=params, **ends)
+
+
+def _line_settings(fields: Json) -> Iterator[tuple[str, Any]]:
+    """Yield the settings of a line, checked and converted from JSON."""
+    for name, (expected, types, element_types) in _SETTINGS.items():
+        if name not in fields:
+            continue
+        value = fields[name]
+        elements = [value]
+        keys = []
+        if isinstance(value, list):
+            elements = value
+        elif isinstance(value, dict):
+            elements = value.values()
+            keys = value.keys()
+        has_types = type(value) in types and element_types.issuperset(map(type, elements))
+        if not (has_types and all(map(str.isdecimal, keys))):
             raise UsageError(f"{name} is {json.dumps(value)}; it must be {expected}")
-        if isinstance(value, list | dict):
-            own[name] = (
-                tuple(value) if isinstance(value, list) else {int(id): value[id] for id in value}
-            )
-    sampling = dataclasses.replace(
-        default.sampling, **{name: own.pop(name) for name in own.keys() - _ENDS.keys()}
-    )
-    return dataclasses.replace(default, content=fields["prompt"], sampling=sampling, **own)
+        if isinstance(value, list):
+            value = tuple(value)
+        elif isinstance(value, dict):
+            value = {int(id): number for id, number in value.items()}
+        yield name, value

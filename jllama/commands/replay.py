@@ -1,4 +1,4 @@
-"""``jllama replay``."""
+"""``jllama replay``: repeat a server's answer and compare the two."""
 
 import dataclasses
 import http.client
@@ -15,15 +15,15 @@ from jllama.files import fault_of, read_json_object
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplayOptions:
-    """Have a server make an answer again, and compare: fingerprint, tokens and log-probabilities, bit for bit.
+    """Let a server repeat an answer; compare fingerprint, tokens and log-probabilities bit for bit.
 
     Examples:
         answer.json --url http://127.0.0.1:8000
 
     Args:
-        answer: a file with an answer, as the server gave it to a request with "receipt": true.
-        url: where the server is.
-        api_key: the key that the server wants, if any.
+        answer: a file with the server's answer to a request that had "receipt": true.
+        url: the address of the server.
+        api_key: a key of the server, if it requires one.
     """
 
     answer: str
@@ -32,38 +32,38 @@ class ReplayOptions:
 
 
 def main(argv: list[str], prog: str) -> int:
-    """Ask again, compare, and say what differs."""
+    """Send the request again and compare the answers.
+
+    Raises:
+        JllamaError: if they differ, which gives the exit code 1.
+    """
     options = parse(ReplayOptions, argv, prog, ("answer",))
     before = _receipt(read_json_object(Path(options.answer)), options.answer)
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {options.api_key}"}
-    with fault_of(
-        f"{options.url} gave no answer", OSError, ValueError, TypeError, http.client.HTTPException
-    ):
-        address, body = (
+    errors = OSError, ValueError, TypeError, http.client.HTTPException
+    with fault_of(f"{options.url} gave no answer", *errors):
+        request = urllib.request.Request(
             f"{options.url.rstrip('/')}{before['path']}",
             json.dumps(before["request"]).encode(),
+            {"Content-Type": "application/json", "Authorization": f"Bearer {options.api_key}"},
         )
         try:
-            with urllib.request.urlopen(urllib.request.Request(address, body, headers)) as reply:
+            with urllib.request.urlopen(request) as reply:
                 answer = json.load(reply)
         except urllib.error.HTTPError as error:
-            raise ValueError(
-                f"status {error.code}, {error.read(1000).decode(errors='replace')}"
-            ) from error
+            details = error.read(1000).decode(errors="replace")
+            raise ValueError(f"status {error.code}, {details}") from error
     after = _receipt(answer, options.url)
-    if differs := [
-        name for name in ("system_fingerprint", "ids", "log_probs") if before[name] != after[name]
-    ]:
-        raise JllamaError(f"the answer came out otherwise: {' and '.join(differs)} differ")
+    names = ("system_fingerprint", "ids", "log_probs")
+    changed = [name for name in names if before[name] != after[name]]
+    if changed:
+        raise JllamaError(f"the repeated answer is not the same: {' and '.join(changed)} differ")
     print(f"the same answer, bit for bit, of {after['system_fingerprint']}")
     return 0
 
 
 def _receipt(answer: dict[str, Any], source: str) -> dict[str, Any]:
-    found = answer.get("receipt")
-    if (
-        not isinstance(found, dict)
-        or {"path", "request", "system_fingerprint", "ids", "log_probs"} - found.keys()
-    ):
-        raise JllamaError(f'{source} holds no receipt: ask with "receipt": true')
-    return found
+    receipt = answer.get("receipt")
+    names = {"path", "request", "system_fingerprint", "ids", "log_probs"}
+    if not isinstance(receipt, dict) or not names <= receipt.keys():
+        raise JllamaError(f'{source} holds no receipt: send the request with "receipt": true')
+    return receipt

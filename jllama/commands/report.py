@@ -1,4 +1,4 @@
-"""``python -m jllama report``."""
+"""``jllama report``: write a page about one or several runs, or send their metrics to a logger."""
 
 import dataclasses
 from pathlib import Path
@@ -8,7 +8,7 @@ from jllama.commands.cli import parse
 
 @dataclasses.dataclass(frozen=True)
 class ReportOptions:
-    """Write the page of a run anew, or one page for several, with their curves in the same charts.
+    """Write the page of a run again, or one page about several runs with their curves together.
 
     Examples:
         runs/quickstart
@@ -17,8 +17,9 @@ class ReportOptions:
 
     Args:
         runs: the folders of runs.
-        output: the page to write; of one run its own report.html, of several report.html in this folder.
-        logger: give all that metrics.jsonl holds to tensorboard, wandb or trackio, too.
+        output: the page to write; the default is report.html, in the folder of a single run, or
+            in the current folder for several.
+        logger: tensorboard, wandb or trackio, to send everything in metrics.jsonl to it as well.
     """
 
     runs: list[str]
@@ -39,7 +40,9 @@ def main(argv: list[str], prog: str) -> int:
     check_logger(options.logger)
     check_writable(target)
     write_report(folders, target)
-    for folder in folders if options.logger else ():
+    if not options.logger:
+        return 0
+    for folder in folders:
         with fault_of(f"{options.logger} does not take {folder / METRICS}", Exception):
             write = LOGGERS[options.logger](folder, read_config(folder).fields, 0)
             for line in read_lines(folder / METRICS):

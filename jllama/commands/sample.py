@@ -1,4 +1,4 @@
-"""``python -m jllama sample``, also ``sample.py``."""
+"""``jllama sample``, also ``sample.py``: generate text."""
 
 from __future__ import annotations
 
@@ -19,11 +19,16 @@ from jllama.errors import JllamaError, UsageError, check_fields
 from jllama.files import fault_of
 from jllama.generation.sampling_params import SamplingParams
 
-COMPARED = {"greedy": SamplingParams(temperature=0.0)} | {
-    f"{name}, T={temperature:g}": SamplingParams(temperature, *cuts)
-    for name, cuts in {"random": (0, 1.0), "top-k 40": (40, 1.0), "top-p 0.9": (0, 0.9)}.items()
-    for temperature in (1.0, 0.7)
-}  # the settings that ``--compare`` sets side by side
+COMPARED = {
+    "greedy": SamplingParams(temperature=0.0),
+    "random, T=1": SamplingParams(1.0, 0, 1.0),
+    "random, T=0.7": SamplingParams(0.7, 0, 1.0),
+    "top-k 40, T=1": SamplingParams(1.0, 40, 1.0),
+    "top-k 40, T=0.7": SamplingParams(0.7, 40, 1.0),
+    "top-p 0.9, T=1": SamplingParams(1.0, 0, 0.9),
+    "top-p 0.9, T=0.7": SamplingParams(0.7, 0, 0.9),
+}
+"""The settings that ``--compare`` puts side by side."""
 _COMMON = (
     "prompt",
     "prompts_file",
@@ -39,7 +44,7 @@ _COMMON = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleOptions(SamplingParams, ModelOptions):
-    """Continue a prompt, or a file of prompts, with a trained model; the text streams to stdout as it comes.
+    """Continue a prompt, or a file of prompts, with a trained model; text is printed as it comes.
 
     Examples:
         runs/quickstart --prompt "def "
@@ -47,21 +52,24 @@ class SampleOptions(SamplingParams, ModelOptions):
         smollm2/ --prompts_file prompts.jsonl --output texts.jsonl
 
     Args:
-        prompt: the text to continue; empty lets the model begin, a dash reads it from stdin.
-        prompts_file: a .jsonl file of objects with a "prompt", and with settings of their own if they like.
-        output: the .jsonl file that the completions of prompts_file go to; an interrupted call goes on from there.
-        n: samples per prompt; each has the next seed.
-        max_new_tokens: the most tokens to generate; 0 fills what is left of the model's context.
+        prompt: the text to continue; if it is empty, the model begins. A dash reads it from stdin.
+        prompts_file: a .jsonl file of objects with a "prompt" each, and optional settings.
+        output: the .jsonl file for the results of prompts_file. If the command is interrupted,
+            the same command continues where it stopped.
+        n: the number of texts per prompt; each has the next seed.
+        max_new_tokens: the maximum number of tokens to generate; 0 fills the rest of the model's
+            context.
         stop: a string that ends the text, or a JSON list of them; it is not part of the text.
-        stop_ids: a JSON list of token ids that end the text; without it the model's own.
-        json_schema: the text is JSON that this schema allows; it, or the .json file that it is in.
-        regex: the text matches this regular expression from beginning to end.
-        speculate: tokens to guess at each step by prompt lookup; the text is the same, faster where it repeats itself.
-        batch_size: how many texts of prompts_file to generate at once.
+        stop_ids: a JSON list of token ids that end the text; the default is the model's own.
+        json_schema: a JSON schema that the text must match: the schema itself, or a .json file.
+        regex: a regular expression that the whole text must match.
+        speculate: the number of tokens to guess at each step by prompt lookup; 0 is off. The text
+            stays the same, and repetitive text is generated faster.
+        batch_size: the number of texts of prompts_file to generate at once.
         logprobs: show each token and its log-probability, too.
-        echo: begin the text with the prompt; by default on in the terminal, off with --json.
-        json: print a JSON object for each text instead of the text itself.
-        compare: print a table of seven settings (greedy, random, top-k 40 and top-p 0.9) instead.
+        echo: print the prompt before the text; by default only without --json.
+        json: print a JSON object for each text instead of the text.
+        compare: print a table of seven settings (greedy, random, top-k 40 and top-p 0.9).
     """
 
     prompt: str = ""
@@ -86,19 +94,15 @@ class SampleOptions(SamplingParams, ModelOptions):
         SamplingParams.__post_init__(self)
         ModelOptions.__post_init__(self)
         check_fields(self, "", "max_new_tokens speculate", lambda value: value >= 0, "0 or more")
-        check_fields(
-            self,
-            "",
-            "n batch_size",
-            lambda value: 1 <= value <= 100_000,
-            "at least 1 and at most 100,000",
-        )
+        expected = "at least 1 and at most 100,000"
+        check_fields(self, "", "n batch_size", lambda value: 1 <= value <= 100_000, expected)
         if bool(self.prompts_file) != bool(self.output):
             raise UsageError("prompts_file and output go together: give both, or neither")
         for name in ("prompt", "compare", "json"):
             if self.prompts_file and getattr(self, name):
                 raise UsageError(f"{name} has no meaning with prompts_file: leave it out")
-        if bool(self.json_schema) + bool(self.regex) + bool(self.speculate) > 1:
+        exclusive = [self.json_schema, self.regex, self.speculate]
+        if sum(map(bool, exclusive)) > 1:
             raise UsageError(
                 "json_schema, regex and speculate do not go together: give one of them"
             )
@@ -109,100 +113,112 @@ class SampleOptions(SamplingParams, ModelOptions):
 
 
 def main(argv: list[str], prog: str) -> int:
-    """Load a model and generate."""
+    """Load a model and generate text."""
     options = parse(SampleOptions, argv, prog, ("checkpoint",), _COMMON)
     from jllama.commands.prompts_file import complete_file
     from jllama.generation.decode_batch import check_batch
     from jllama.generation.text import encode_prompt
 
+    # Report what is wrong with the prompts before a large model is loaded.
     if options.prompt == "-":
         with fault_of("the prompt on stdin is not UTF-8 text", UnicodeDecodeError, kind=UsageError):
             options = dataclasses.replace(options, prompt=sys.stdin.buffer.read().decode())
-    if (
-        options.prompts_file and not Path(options.prompts_file).is_file()
-    ):  # known before a large model is loaded
+    if options.prompts_file and not Path(options.prompts_file).is_file():
         raise JllamaError(f"there is no prompts_file at {options.prompts_file}: give a .jsonl file")
     grammar = _grammar(options)
     model = options.load_model()
-    ends = options.max_new_tokens or None, options.stop, options.stop_ids, grammar
-    prompt = encode_prompt(model, jllama.Prompt(options.prompt, sampling_params(options), *ends))
-    check_batch(
-        model.config, options.batch_size if options.prompts_file else options.n, options.speculate
+    prompt = jllama.Prompt(
+        options.prompt,
+        sampling_params(options),
+        options.max_new_tokens or None,
+        options.stop,
+        options.stop_ids,
+        grammar,
     )
+    prompt = encode_prompt(model, prompt)
+    num_rows = options.batch_size if options.prompts_file else options.n
+    check_batch(model.config, num_rows, options.speculate)
     options.say_loaded(model)
     problems: list[str] = []
     if options.prompts_file:
         completions, problems = complete_file(model, prompt, options)
+    elif options.compare:
+        completions = _compare(model, prompt, options)
     else:
-        completions = (_compare if options.compare else _print_texts)(model, prompt, options)
-    if options.speculate:
-        drafted, accepted = (
-            sum(each.drafted for each in completions),
-            sum(each.accepted for each in completions),
-        )
-        share = f", {accepted / drafted:.0%}" if drafted else ""
-        print(
-            f"speculation: {accepted} of {drafted} guessed tokens were right{share}",
-            file=sys.stderr,
-        )
-    if model.chat_template and any(
-        each.finish_reason == "stop_id" and not each.ids for each in completions
-    ):
-        said = "a text ended at once: the model was trained to answer messages, so talk with it: jllama chat"
-        print(said, options.checkpoint, file=sys.stderr)
+        completions = _print_texts(model, prompt, options)
+    _print_notes(model, completions, options)
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     return 1 if problems else 0
 
 
+def _print_notes(
+    model: jllama.LanguageModel, completions: list[jllama.Completion], options: SampleOptions
+) -> None:
+    """Print to stderr how well tokens were guessed, and that a model wants to be talked with."""
+    if options.speculate:
+        drafted = sum(completion.drafted for completion in completions)
+        accepted = sum(completion.accepted for completion in completions)
+        share = f", {accepted / drafted:.0%}" if drafted else ""
+        note = f"speculation: {accepted} of {drafted} guessed tokens were right{share}"
+        print(note, file=sys.stderr)
+    ended_at_once = any(
+        completion.finish_reason == "stop_id" and not completion.ids for completion in completions
+    )
+    if model.chat_template and ended_at_once:
+        note = "a text ended at once: the model was trained to answer messages, so chat with it"
+        print(f"{note}: jllama chat {options.checkpoint}", file=sys.stderr)
+
+
 def _grammar(options: SampleOptions) -> jllama.Grammar | None:
-    """What the text must match, if anything."""
-    if (schema := options.json_schema) and not schema.lstrip().startswith("{"):
-        said = f"json_schema is {schema[:100]}, which is neither a JSON object nor a file of one"
-        with fault_of(said, OSError, ValueError, kind=UsageError):
+    """Return the grammar that the text must match, or None."""
+    schema = options.json_schema
+    if schema and not schema.lstrip().startswith("{"):
+        problem = f"json_schema is {schema[:100]}, which is neither a JSON object nor a file of one"
+        with fault_of(problem, OSError, ValueError, kind=UsageError):
             schema = Path(schema).read_text(encoding="utf-8")
-    kind = "json_schema" if schema else "regex"
-    return jllama.Grammar(kind, schema or options.regex) if schema or options.regex else None
+    if schema:
+        return jllama.Grammar("json_schema", schema)
+    return jllama.Grammar("regex", options.regex) if options.regex else None
 
 
 def _print_texts(
     model: jllama.LanguageModel, prompt: jllama.Prompt, options: SampleOptions
 ) -> list[jllama.Completion]:
-    """The continuations of an encoded prompt by consecutive seeds; a single one is shown as it comes."""
+    """Print the continuations of a prompt by consecutive seeds; a single one is streamed."""
     from jllama.commands.prompts_file import log_probs, result, with_seed
     from jllama.generation.generate import stream
 
-    echo = options.prompt if (not options.json if options.echo is None else options.echo) else ""
+    echoes = options.echo if options.echo is not None else not options.json
+    echo = options.prompt if echoes else ""
     streams = options.n == 1 and not options.json
     prompts = [with_seed(prompt, number) for number in range(options.n)]
     if streams:
         print(echo, end="")
-        completions = [_shown(stream(model, prompts[0], speculate=options.speculate))]
+        completions = [_stream_text(stream(model, prompts[0], speculate=options.speculate))]
+        print()
     else:
         completions = jllama.generate(model, prompts, speculate=options.speculate)
-    for number, (each, completion) in enumerate(zip(prompts, completions, strict=True), 1):
-        seed = each.sampling.seed
+    for number, completion in enumerate(completions):
+        prompt = prompts[number]
+        seed = prompt.sampling.seed
         if options.json:
-            line = {"prompt": options.prompt, "seed": seed} | result(
-                model, options, options.prompt, each, completion
-            )
+            line = {"prompt": options.prompt, "seed": seed}
+            line |= result(model, options, options.prompt, prompt, completion)
             print(json.dumps(line, ensure_ascii=False))
             continue
-        print(
-            ""
-            if streams
-            else f"--- text {number} of {options.n}, seed {seed}\n{echo}{completion.text}"
-        )
+        if not streams:
+            print(f"--- text {number + 1} of {options.n}, seed {seed}\n{echo}{completion.text}")
         if options.logprobs:
             print(" log_prob      id  token")
-            for token in log_probs(model, each, completion, echo=bool(echo)):
+            for token in log_probs(model, prompt, completion, echo=bool(echo)):
                 value = "        -" if token["log_prob"] is None else f"{token['log_prob']:9.4f}"
                 print(f"{value} {token['id']:7}  {token['text']!r}")
     return completions
 
 
-def _shown(pieces: Generator[str, None, jllama.Completion]) -> jllama.Completion:
-    """Print a text as it comes."""
+def _stream_text(pieces: Generator[str, None, jllama.Completion]) -> jllama.Completion:
+    """Print the pieces of a text as they come, and return its completion."""
     while True:
         try:
             print(next(pieces), end="", flush=True)
@@ -213,16 +229,14 @@ def _shown(pieces: Generator[str, None, jllama.Completion]) -> jllama.Completion
 def _compare(
     model: jllama.LanguageModel, prompt: jllama.Prompt, options: SampleOptions
 ) -> list[jllama.Completion]:
-    """All the settings as the rows of one batch, and of one table."""
-    replace = dataclasses.replace
-    rows = [
-        replace(prompt, sampling=replace(sampling, seed=options.seed))
-        for sampling in COMPARED.values()
-    ]
-    table = Table(
-        "setting", Column("text", overflow="fold", min_width=6), show_lines=True
-    )  # which must not vanish
-    completions = jllama.generate(model, rows, speculate=options.speculate)
+    """Print a table of all ``COMPARED`` settings, which are the rows of one batch."""
+    prompts = []
+    for sampling in COMPARED.values():
+        seeded = dataclasses.replace(sampling, seed=options.seed)
+        prompts.append(dataclasses.replace(prompt, sampling=seeded))
+    completions = jllama.generate(model, prompts, speculate=options.speculate)
+    # In a narrow terminal the column of the text would vanish without a minimal width.
+    table = Table("setting", Column("text", overflow="fold", min_width=6), show_lines=True)
     for name, completion in zip(COMPARED, completions, strict=True):
         table.add_row(name, Text(options.prompt, "bold") + Text(completion.text))
     Console().print(table)

@@ -1,4 +1,4 @@
-"""``jllama serve``."""
+"""``jllama serve``: serve a model over HTTP."""
 
 import dataclasses
 import os
@@ -36,7 +36,7 @@ _COMMON = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeOptions(CheckpointOptions, EngineConfig, HttpConfig):
-    """Serve a model over HTTP, as OpenAI's API does, with a page to chat at /.
+    """Serve a model over HTTP, as OpenAI's API does, with a chat page at /.
 
     Examples:
         smollm2/
@@ -44,12 +44,14 @@ class ServeOptions(CheckpointOptions, EngineConfig, HttpConfig):
         base/ --adapter french=runs/french --adapter terse=terse.gguf
 
     Args:
-        name: what clients call the model; without it the name of its file or folder.
-        adapter: NAME=PATH of what was trained beside these weights, served as a model NAME; may be given several times.
-        host: the address to listen at; 0.0.0.0 takes requests from everywhere.
-        port: the port to listen at; 0 takes a free one.
-        api_key_file: a file of keys, one a line, of which clients must send one; without it everybody is served.
-        drain_s: how long answers under way may take when the server is told to stop.
+        name: the name of the model for clients; the default is the name of its file or folder.
+        adapter: NAME=PATH of an adapter for these weights, served as the model NAME; it may be
+            given several times.
+        host: the address to listen on; 0.0.0.0 accepts requests from everywhere.
+        port: the port to listen on; 0 takes a free one.
+        api_key_file: a file with one key per line; a client must send one of them. By default
+            everybody is served.
+        drain_s: the seconds that running answers may take when the server is told to stop.
     """
 
     name: str = ""
@@ -67,20 +69,21 @@ class ServeOptions(CheckpointOptions, EngineConfig, HttpConfig):
         self.adapters()
 
     def adapters(self) -> dict[str, str | None]:
-        """The path of what is merged into each model, by the models' names; the first is the base, which has none."""
-        found: dict[str, str | None] = {self.name or Path(self.checkpoint).absolute().name: None}
-        for given in self.adapter:
-            name, _, path = given.partition("=")
-            if not name or not path or name in found:
+        """Return the adapter's path by each model's name; the base comes first, with None."""
+        base = self.name or Path(self.checkpoint).absolute().name
+        adapters: dict[str, str | None] = {base: None}
+        for option in self.adapter:
+            name, _, path = option.partition("=")
+            if not name or not path or name in adapters:
                 raise UsageError(
-                    f"adapter is {given!r}; it must be NAME=PATH, with a name of its own"
+                    f"adapter is {option!r}; it must be NAME=PATH, with a name of its own"
                 )
-            found[name] = path
-        return found
+            adapters[name] = path
+        return adapters
 
 
 def main(argv: list[str], prog: str) -> int:
-    """Load a model and serve it until SIGTERM or Ctrl-C comes, and the answers under way are finished."""
+    """Load a model and serve it until SIGTERM or Ctrl-C, then finish the running answers."""
     options = parse(ServeOptions, argv, prog, ("checkpoint",), _COMMON)
     with fault_of(
         "serving needs packages that are not installed, pip install 'jllama[serve]'", ImportError
@@ -88,51 +91,54 @@ def main(argv: list[str], prog: str) -> int:
         from jllama.serve.app import make_app
         from jllama.serve.connections import make_server
 
+    # Listen before the model is loaded: clients are told that it is loading.
     keys = _keys(options.api_key_file) if options.api_key_file else []
     app = make_app(None, options, keys)
-    received = list[int]()
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    with fault_of(
-        f"port {options.port} of {options.host} cannot be listened at, give others", OSError
-    ):
+    is_ipv6 = ":" in options.host
+    problem = f"cannot listen on port {options.port} of {options.host}, choose others"
+    with fault_of(problem, OSError):
+        family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
         listener = socket.create_server((options.host, options.port), family=family, backlog=2048)
+    host = f"[{options.host}]" if is_ipv6 else options.host
+    url = f"http://{host}:{listener.getsockname()[1]}"
     server = make_server(app, options)
-    thread = threading.Thread(
-        target=server.run, args=([listener],), daemon=True
-    )  # where it leaves signals alone
-    host = f"[{options.host}]" if ":" in options.host else options.host
-    said = f"http://{host}:{listener.getsockname()[1]}"
+    # Outside the main thread the server does not handle signals.
+    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+    signals: list[int] = []
 
     def stop(number: int, _: object) -> None:
-        if app.state.engine is None or received:
+        if app.state.engine is None or signals:
             end("stopped at once", 0)
-        received.append(number)
+        signals.append(number)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
     thread.start()
     try:
-        say(f"{said}: loading {options.checkpoint} ...")
-        app.state.engine = engine = _engine(options)
-        slots = (
-            f"{options.slots} slots of {engine.context:,} tokens, {engine.kv_bytes / 2**30:.2f} GiB"
-        )
-        say(f"{said}: ready, {', '.join(engine.models)}, {slots}")
-        while thread.is_alive() and not received:
+        say(f"{url}: loading {options.checkpoint} ...")
+        engine = _start_engine(options)
+        app.state.engine = engine
+        memory = f"{engine.context:,} tokens, {engine.kv_bytes / 2**30:.2f} GiB"
+        say(f"{url}: ready, {', '.join(engine.models)}, {options.slots} slots of {memory}")
+        while thread.is_alive() and not signals:
             time.sleep(0.2)
         app.state.is_closing = True
-        say(
-            f"stopping: answers under way have {options.drain_s:g} s to finish; again to stop at once"
-        )
-        broken = engine.close(options.drain_s)
-        say(f"stopped; {broken} answers were broken off" if broken else "stopped")
+        seconds = f"{options.drain_s:g} s"
+        say(f"stopping: running answers have {seconds} to finish; again to stop at once")
+        num_broken = engine.close(options.drain_s)
+        say(f"stopped; {num_broken} answers were broken off" if num_broken else "stopped")
     finally:
         server.should_exit = True
         thread.join()
     return 0
 
 
-def _engine(options: ServeOptions) -> "EngineThread":
+def _start_engine(options: ServeOptions) -> "EngineThread":
+    """Load the model and its adapters, and start the engine.
+
+    Raises:
+        JllamaError: if a model has no tokenizer, or the default settings do not fit it.
+    """
     from jllama import programs
     from jllama.generation.text import encode_prompt
     from jllama.serve.engine import EngineThread
@@ -142,13 +148,14 @@ def _engine(options: ServeOptions) -> "EngineThread":
     if any(model.tokenizer is None for model in models.values()):
         raise no_tokenizer(options.checkpoint)
     for model in models.values():
-        encode_prompt(model, Prompt([0], options.default, 0))  # the default settings fit the model
+        encode_prompt(model, Prompt([0], options.default, 0))  # checks the default settings
     engine = EngineThread(models, options)
     engine.start(say)
     return engine
 
 
 def _keys(path: str) -> list[str]:
+    """Read the API keys of a file; print a warning if other users can read or change it."""
     with fault_of(f"the api_key_file {path} cannot be read", OSError, UnicodeDecodeError):
         keys = Path(path).read_text(encoding="ascii").split()
         mode = Path(path).stat().st_mode

@@ -1,4 +1,4 @@
-"""A conversation's terminal: lines that are typed or pasted, words that wrap whole, answers that Ctrl-C stops."""
+"""The terminal of a conversation: input lines, word wrap, and answers that Ctrl-C stops."""
 
 import contextlib
 import re
@@ -14,69 +14,84 @@ from rich.console import Console
 from jllama.errors import JllamaError
 from jllama.files import cache_folder
 
-_WIDE = "\u2e80"  # from here on Chinese, Japanese, Korean, emoji: a line may end after any of them
-CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # would move the cursor, or worse
+# Characters from here on are Chinese, Japanese, Korean or emoji: a line may end after any of them.
+_WIDE = "\u2e80"
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Control characters, which would move the cursor or worse."""
 
 
 class WordWrap:
-    """Breaks a text that comes in pieces into lines of whole words; the word under way is held back."""
+    """Wrapper that breaks streamed text into lines of whole words; it delays an unfinished word."""
 
     def __init__(self, width: int) -> None:
-        self._width, self._column, self._word = width, 0, ""
+        self._width = width
+        self._column = 0
+        self._word = ""
         self._words = re.compile(rf"\s|[{_WIDE}-\U0010ffff]|[^\s{_WIDE}-\U0010ffff]{{1,{width}}}")
 
     def push(self, text: str, last: bool = False) -> str:
-        """What can be shown now: with the ``last`` piece, all."""
-        parts, shown = self._words.findall(self._word + CONTROLS.sub("", text)), ""
-        ends = (
-            last
-            or not parts
-            or parts[-1].isspace()
-            or parts[-1] >= _WIDE
-            or len(parts[-1]) == self._width
-        )
-        self._word = "" if ends else parts.pop()
+        """Return the text that can be shown now; after the ``last`` piece, all of it."""
+        parts = self._words.findall(self._word + CONTROLS.sub("", text))
+        self._word = ""
+        if parts and not last:
+            end = parts[-1]
+            is_whole = end.isspace() or end >= _WIDE or len(end) == self._width
+            if not is_whole:
+                self._word = parts.pop()
+        shown = ""
         for part in parts:
             cells = 8 if part == "\t" else cell_len(part)
             if part == "\n":
                 self._column = 0
             elif self._column + cells <= self._width:
                 self._column += cells
-            elif part.isspace():  # the next word begins a line
-                self._column, part = self._width, ""
+            elif part.isspace():
+                self._column = self._width  # the next word begins a line
+                continue
             else:
-                self._column, part = cells, "\n" * (self._column > 0) + part
+                if self._column > 0:
+                    shown += "\n"
+                self._column = cells
             shown += part
         return shown
 
 
 def say(text: str, style: str = "dim") -> None:
-    """What is not the model's: to stderr, so that stdout holds the answers alone."""
+    """Print a note to stderr, so that stdout holds nothing but the model's answers."""
     console = Console(stderr=True, highlight=False)
     console.print(text, style=style, markup=False, emoji=False, soft_wrap=not console.is_terminal)
 
 
 def lines(at_terminal: bool) -> Iterator[str]:
-    """What is said, turn by turn, until the input ends; blank lines are left out.
+    """Yield the user's turns until the input ends, without blank ones.
 
-    A turn is a line, a paste at a terminal, or lines of which all but the last end in a backslash. ``JllamaError`` if
-    the input is not UTF-8 text.
+    A turn is a line, a paste at a terminal, or several lines of which all but the last end in a
+    backslash.
+
+    Raises:
+        JllamaError: if the input is not UTF-8 text.
     """
-    number, line, more = 0, "", sys.stdin is not None  # it is None where it was closed
-    while more:
+    number = 0
+    line = ""
+    is_open = sys.stdin is not None  # it is None if it was closed
+    while is_open:
         number += 1
         try:
-            line += _typed("... " if line else "> ") if at_terminal else input()
-            line.encode()  # an input that is not UTF-8 may come as lone surrogates
+            if at_terminal:
+                line += _typed("... " if line else "> ")
+            else:
+                line += input()
+            line.encode()  # input that is not UTF-8 may arrive as lone surrogates
         except UnicodeError as error:
             raise JllamaError(f"line {number} of the input is not UTF-8 text: {error}") from error
         except EOFError:
-            more = False
+            is_open = False
         except KeyboardInterrupt:
             if not at_terminal:
                 raise
-            line, more = "", False
-        if more and line.endswith("\\"):
+            line = ""
+            is_open = False
+        if is_open and line.endswith("\\"):
             line = line[:-1] + "\n"
             continue
         if line.strip():
@@ -87,24 +102,27 @@ def lines(at_terminal: bool) -> Iterator[str]:
 
 
 def _typed(prompt: str) -> str:
-    color = Console().color_system is not None
+    """Read a line, or the lines of a paste, in color if the terminal has colors."""
     marks_paste = "GNU" in (getattr(sys.modules.get("readline"), "__doc__", None) or "")
-    start = "\001\033[1;36m\002" if marks_paste else "\033[1;36m"  # marked as taking no room
+    start = end = ""
+    if Console().color_system is not None:
+        # \001 and \002 tell GNU readline that the code takes no room.
+        start = "\001\033[1;36m\002" if marks_paste else "\033[1;36m"
+        end = "\033[0m"
     try:
-        line = input(start * color + prompt)
-        with contextlib.suppress(OSError, EOFError):  # Windows cannot wait so
-            while (
-                not marks_paste and select.select([sys.stdin], [], [], 0.05)[0]
-            ):  # faster than anybody types
+        line = input(start + prompt)
+        with contextlib.suppress(OSError, EOFError):  # Windows cannot wait on stdin
+            # What follows within 50 ms was pasted: nobody types that fast.
+            while not marks_paste and select.select([sys.stdin], [], [], 0.05)[0]:
                 line += "\n" + input()
         return line
     finally:
-        print("\033[0m" * color, end="", flush=True)
+        print(end, end="", flush=True)
 
 
 @contextlib.contextmanager
 def line_editing() -> Iterator[None]:
-    """Editing keys, pastes and earlier lines at the prompt, where there is readline; what cannot be kept is not."""
+    """Offer editing keys, pastes and a history at the prompt, if Python has readline."""
     path = cache_folder() / "chat_history"
     try:
         import readline
@@ -118,16 +136,16 @@ def line_editing() -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # a history that cannot be written is dropped
             path.parent.mkdir(parents=True, exist_ok=True)
             readline.write_history_file(path)
 
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[threading.Event]:
-    """Within, the first Ctrl-C only sets the event, so that nothing is broken off halfway; a second one interrupts.
+    """Let the first Ctrl-C set an event, so that the work can end in order; a second interrupts.
 
-    Keys are not shown meanwhile, so that they are not mixed with the answer.
+    Meanwhile typed keys are not shown, so that they do not mix with the answer.
     """
     pressed = threading.Event()
 
@@ -151,5 +169,8 @@ def _show_keys(shown: bool) -> None:
 
         if sys.stdin.isatty():
             mode = termios.tcgetattr(sys.stdin)
-            mode[3] = mode[3] | termios.ECHO if shown else mode[3] & ~termios.ECHO
+            if shown:
+                mode[3] |= termios.ECHO
+            else:
+                mode[3] &= ~termios.ECHO
             termios.tcsetattr(sys.stdin, termios.TCSADRAIN, mode)

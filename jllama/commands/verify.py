@@ -1,4 +1,4 @@
-"""``python -m jllama verify``."""
+"""``jllama verify``: compare jllama, or a checkpoint, with the NumPy reference."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,7 @@ from jllama.progress import progress
 
 @dataclasses.dataclass(frozen=True)
 class VerifyOptions:
-    """Check that this machine computes every Llama as the oracle does, or check a checkpoint of your own.
+    """Compare every feature of jllama on this machine, or a checkpoint, with the NumPy reference.
 
     Examples:
         --html report.html
@@ -32,13 +32,15 @@ class VerifyOptions:
         smollm2.gguf
 
     Args:
-        checkpoint: a training run, or a model in any format, or a Hugging Face hub id; empty for the matrix.
-        only: the checks to run, by a part of their names group/row/column, such as gguf or mutations/yarn; * stands
-            for anything, and a comma between several.
+        checkpoint: a training run, a model in any format, or the id of a model on the Hugging
+            Face hub; if it is empty, the matrix of jllama's own checks is run.
+        only: parts of the names of checks to run, separated by commas, such as
+            gguf,mutations/yarn. A name is group/row/column; * matches any text.
         text: a UTF-8 file to measure a checkpoint's perplexity on, in place of the built-in text.
-        rope_factor: the RoPE scaling factor that Meta's params.json leaves out: 8 for Llama 3.1 and 3.3, 32 for 3.2.
+        rope_factor: the RoPE scaling factor that Meta's params.json leaves out: 8 for Llama 3.1
+            and 3.3, 32 for 3.2.
         json: print the result as JSON.
-        html: write what is printed as an HTML page to this file.
+        html: an HTML file, to which the printed result is written, too.
     """
 
     checkpoint: str = ""
@@ -50,7 +52,7 @@ class VerifyOptions:
 
 
 def main(argv: list[str], prog: str) -> int:
-    """Check, print the results, and say PASS or FAIL; the exit code is 1 if anything failed."""
+    """Run the checks and print the results with PASS or FAIL; return 1 if one failed."""
     options = parse(VerifyOptions, argv, prog, positional=("checkpoint",))
     if options.checkpoint and options.only:
         raise UsageError(
@@ -61,16 +63,16 @@ def main(argv: list[str], prog: str) -> int:
             raise UsageError(f"--{name} is about a checkpoint: give its path too")
     if options.html:
         check_writable(Path(options.html))  # before computing for a minute
-    file, width = (
-        io.StringIO() if options.json else sys.stdout,
-        None if sys.stdout.isatty() else 140,
-    )
     console = Console(
-        file=file, width=width, highlight=False, markup=False, emoji=False, record=True
+        file=io.StringIO() if options.json else sys.stdout,
+        width=None if sys.stdout.isatty() else 140,
+        highlight=False,
+        markup=False,
+        emoji=False,
+        record=True,
     )
-    result, lines = (_verify_checkpoint if options.checkpoint else _verify_jllama)(
-        options, console.width
-    )
+    verify = _verify_checkpoint if options.checkpoint else _verify_jllama
+    result, lines = verify(options, console.width)
     for line in lines:
         console.print(line, soft_wrap=not isinstance(line, Table))
     if options.json:
@@ -82,18 +84,20 @@ def main(argv: list[str], prog: str) -> int:
 
 
 def _verify_checkpoint(options: VerifyOptions, width: int) -> tuple[dict[str, Any], Iterable[Any]]:
+    """Return the result of a checkpoint as JSON, and as printable lines."""
     from jllama.verify.checkpoint import checkpoint_lines, verify_checkpoint
     from jllama.verify.checks import results_json
 
-    start_s, console = time.perf_counter(), Console(stderr=True)
-    with fault_of(f"--text {options.text} is not UTF-8 text", UnicodeDecodeError):
-        text = Path(options.text).read_text(encoding="utf-8") if options.text else None
+    start_s = time.perf_counter()
+    text = None
+    if options.text:
+        with fault_of(f"--text {options.text} is not UTF-8 text", UnicodeDecodeError):
+            text = Path(options.text).read_text(encoding="utf-8")
+    console = Console(stderr=True)
     with console.status("opening") as status:
-        on_stage = (
-            status.update
-            if console.is_terminal
-            else functools.partial(print, file=sys.stderr, flush=True)
-        )
+        on_stage = functools.partial(print, file=sys.stderr, flush=True)
+        if console.is_terminal:
+            on_stage = status.update
         result = verify_checkpoint(
             options.checkpoint, text, rope_factor=options.rope_factor, on_stage=on_stage
         )
@@ -102,43 +106,44 @@ def _verify_checkpoint(options: VerifyOptions, width: int) -> tuple[dict[str, An
 
 
 def _verify_jllama(options: VerifyOptions, width: int) -> tuple[dict[str, Any], Iterable[Any]]:
+    """Return the matrix of jllama's own checks as JSON, and as printable lines."""
     import jax
 
     from jllama.verify import checks, conformance, equalities, mutations
 
-    with contextlib.suppress(
-        RuntimeError
-    ):  # JAX is in use already: the check of sharding then fails
-        jax.config.update(
-            "jax_num_cpu_devices", 8
-        )  # to simulate a mesh; everything else runs on the first device
-    start_s, right, results = time.perf_counter(), conformance.jllama_itself(), []
-    every = (
+    # Eight CPU devices simulate a mesh; all else runs on the first device. If JAX is in use
+    # already, they cannot be made, and the check of sharding fails.
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", 8)
+    start_s = time.perf_counter()
+    right = conformance.jllama_itself()
+    matrix = (
         conformance.conformance_checks(right)
         + mutations.mutation_checks()
         + equalities.equality_checks(right)
     )
-    patterns = [
-        f"*{part.strip().lower()}*" for part in options.only.split(",") if part.strip()
-    ] or ["*"]
-    selected = [
-        check for check in every if any(fnmatch.fnmatch(check.name.lower(), p) for p in patterns)
-    ]
+    selected = [check for check in matrix if _is_selected(check.name, options.only)]
     if not selected:
-        names = sorted({name for check in every for name in (check.group, check.row, check.column)})
+        parts = {part for check in matrix for part in (check.group, check.row, check.column)}
         raise UsageError(
-            f"no check's name contains {options.only!r}; names are made of {', '.join(names)}"
+            f"no check's name contains {options.only!r}; "
+            f"names are made of {', '.join(sorted(parts))}"
         )
     total = len(selected)
-    threads = min(
-        os.cpu_count() or 1, 8
-    )  # most of the time is compiling, which takes one core each
+    # Most of the time is compiling, which takes one core for each check.
+    num_threads = min(os.cpu_count() or 1, 8)
+    results = []
     with progress(selected[0].name) as move:
-        for done, result in enumerate(checks.run_checks(selected, threads), 1):
+        for done, result in enumerate(checks.run_checks(selected, num_threads), 1):
             results.append(result)
             move(completed=done, total=total, description=selected[min(done, total - 1)].name)
-            if (
-                not sys.stderr.isatty() and done * 10 // total > (done - 1) * 10 // total
-            ):  # a line for every tenth
+            is_next_tenth = done * 10 // total > (done - 1) * 10 // total
+            if is_next_tenth and not sys.stderr.isatty():
                 print(f"{done} of {total} checks done: {result.name}", file=sys.stderr, flush=True)
     return checks.matrix_json(results), checks.matrix(results, width, time.perf_counter() - start_s)
+
+
+def _is_selected(name: str, only: str) -> bool:
+    """Return whether a check's name matches one of the parts, which are separated by commas."""
+    parts = [part.strip().lower() for part in only.split(",") if part.strip()]
+    return not parts or any(fnmatch.fnmatch(name.lower(), f"*{part}*") for part in parts)

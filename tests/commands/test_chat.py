@@ -370,7 +370,8 @@ def test_a_model_without_a_template_is_said(tmp_path, capfd, monkeypatch):
     for options, said in ([], True), (["--template", "chatml"], False):
         monkeypatch.setattr("sys.stdin", None)  # closed
         assert cli.run("chat", [str(tmp_path / "base"), *options]) == 0
-        note = f"{tmp_path}/base has no chat template: it may not have been trained to chat. Using llama2; sample lets"
+        note = f"{tmp_path}/base has no chat template: it may not have been trained to chat. "
+        note += "This chat uses llama2; jllama sample continues"
         assert (note in capfd.readouterr().err) == said
 
 
@@ -436,7 +437,7 @@ def test_a_sample_that_ends_at_once_names_chat(monotone, capfd):
         )
         == 0
     )
-    told = "a text ended at once: the model was trained to answer messages, so talk with it: jllama chat"
+    told = "a text ended at once: the model was trained to answer messages, so chat with it: jllama chat"
     assert capfd.readouterr().err == f"{monotone}\n{told} {monotone}\n"
 
 

@@ -128,7 +128,7 @@ def test_a_server_from_start_to_stop(serve, http, tmp_path, capsys):
     assert process.wait(600) == 0
     said = "".join(lines)
     assert f"{url}: ready, base, tuned, again, 2 slots of 512 tokens" in said
-    assert "stopping: answers under way have 30 s to finish; again to stop at once\n" in said
+    assert "stopping: running answers have 30 s to finish; again to stop at once\n" in said
     assert "\nstopped\n" in said
     assert "Traceback" not in said
 
@@ -177,7 +177,7 @@ def test_a_server_stopped_while_it_loads(serve):
         ),
         ("base --adapter a=nowhere", 1, "nowhere"),
         ("base --port 70000", 2, "port is 70000; it must be between 0 and 65,535"),
-        ("base --host nowhere.invalid", 1, "cannot be listened at"),
+        ("base --host nowhere.invalid", 1, "cannot listen on port"),
         ("base --slots 0", 2, "slots is 0; it must be at least 1"),
         ("base --replay 2", 2, "replay is 2.0; it must be between 0 and 1"),
         ("base --max_body_bytes 0", 2, "max_body_bytes is 0; it must be over 0"),
@@ -219,6 +219,6 @@ def test_a_port_that_is_taken(place, capsys, monkeypatch):
         port = listener.getsockname()[1]
         assert cli.run("serve", ["base", "--port", str(port)]) == 1
     assert (
-        f"port {port} of 127.0.0.1 cannot be listened at, give others: Address already in use"
+        f"cannot listen on port {port} of 127.0.0.1, choose others: Address already in use"
         in capsys.readouterr().err
     )

@@ -41,7 +41,7 @@ TINY = """
             "--topology h100:12",
             "h100:12 is no topology: give the number of GPUs, to 8 or a multiple of 8, such as",
         ),
-        ("--topology h100:8 --quantize int8", "quantize is int8, and for --decode alone"),
+        ("--topology h100:8 --quantize int8", "quantize int8 is for --decode alone"),
         (
             "--topology h100:8 --search --decode",
             "search is for training alone: leave out --search or --decode",

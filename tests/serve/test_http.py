@@ -300,7 +300,7 @@ def test_a_receipt_makes_the_answer_again(path, ask, url, tmp_path, capsys):
         receipt = answer["receipt"] | {name: change(answer["receipt"][name])}
         file.write_text(json.dumps(answer | {"receipt": receipt}))
         assert cli.run("replay", [str(file), "--url", url]) == 1
-        assert f"the answer came out otherwise: {name} differ" in capsys.readouterr().err
+        assert f"the repeated answer is not the same: {name} differ" in capsys.readouterr().err
 
 
 def test_a_stream_ends_with_its_receipt(ask, url):
