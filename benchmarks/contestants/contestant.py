@@ -1,16 +1,17 @@
-"""Whom ``jllama bench`` measures, jllama itself and its peers: a process each, which works whenever it is told to.
+"""A contestant of ``jllama bench``, jllama itself or a peer: a process that works when it is asked.
 
     python contestant.py WORK
 
-It makes ready, says so in a line of JSON with what the figures are to be compared with, and then takes a turn for each
-line of stdin and answers with its seconds. Only what is measured is imported: the Python that has llama.cpp may have
-nothing else.
+It prepares, and writes a line of JSON with facts that its figures are compared with. Then it takes
+a turn for each line of stdin and answers with the seconds. It imports only what it measures,
+because the Python that has llama.cpp may have nothing else.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -31,141 +32,136 @@ if TYPE_CHECKING:
     from jllama.commands.bench import BenchOptions
 
 PROMPT = "The capital of France is"
-RAGGED_TOKENS = (
-    10,
-    20,
-    37,
-    50,
-    64,
-    70,
-    100,
-    120,
-)  # lengths of the eight prompts that are continued together
-CONTEXT_TOKENS = 32  # length of the prompts whose prefill is left out
-BANDWIDTH_SHAPE, SQUARE = (1 << 15, 1 << 12), 2048  # of a CPU
-LONG_COPY, LARGE_SQUARE = (
-    1 << 30,
-    8192,
-)  # of a GPU or TPU, whose own start takes as long as what a CPU does
+# The lengths of the eight prompts that are continued together.
+RAGGED_TOKENS = (10, 20, 37, 50, 64, 70, 100, 120)
+# The length of the prompts whose prefill is not measured.
+CONTEXT_TOKENS = 32
+# On a CPU: a matrix to read, and the side of the matrices to multiply.
+BANDWIDTH_SHAPE = (1 << 15, 1 << 12)
+SQUARE = 2048
+# On a GPU or TPU, where starting a program takes as long as all the work that suits a CPU.
+LONG_COPY = 1 << 30
+LARGE_SQUARE = 8192
 Work = dict[str, Any]
 Prompts = Sequence[Sequence[int]]
-Generate = Callable[[Prompts, int], Any]
-"""Continues all prompts together by so many tokens each, greedily and without a stop."""
-Load = Callable[[], tuple[Generate, int, Work]]
-"""Loads a model, all it needs having been imported; gives the size of its vocabulary, too, and its facts."""
-Step = Callable[[Any], float]
-"""Takes a step of training on a batch of tokens, and gives its loss."""
 
 
 class Case(NamedTuple):
-    """Work: prompts of some ``lengths``, continued together by ``new_tokens`` each."""
+    """Work to measure: prompts of some ``lengths``, continued together by ``new_tokens`` each."""
 
     tokens: int  # that are read or written
     lengths: Sequence[int] = (CONTEXT_TOKENS,)
     new_tokens: int = 1
     with_prefill: bool = True
-    steps: int = (
-        0  # of decoding, which the memory's bandwidth limits, other work the rate of products
-    )
+    # Steps of decoding, which the memory's bandwidth limits; other work has the limit of products.
+    steps: int = 0
 
 
 def cases_of(options: BenchOptions) -> dict[str, Case]:
-    """What is measured, by its title."""
-    new, rows, prompt, context = (
-        options.new_tokens,
-        options.batch_size,
-        options.prompt_tokens,
-        [CONTEXT_TOKENS],
-    )
+    """Return what is measured, by its title."""
+    new = options.new_tokens
+    rows = options.batch_size
+    context = [CONTEXT_TOKENS]
     if options.what == "train":
         from jllama.commands.bench import train_config
 
         training = train_config(options).training
-        batch, seq_len = training.batch_size, training.seq_len
+        batch = training.batch_size
+        seq_len = training.seq_len
         return {f"training step, {batch} x {seq_len}": Case(batch * seq_len, [seq_len] * batch)}
     if options.what == "prefill":
-        return {f"prefill, {prompt} tokens": Case(prompt, [prompt])}
+        length = options.prompt_tokens
+        return {f"prefill, {length} tokens": Case(length, [length])}
     if options.what == "decode":
         return {
             "decode, 1 text": Case(new - 1, context, new, False, new - 1),
             f"decode, {rows} texts": Case(rows * (new - 1), context * rows, new, False, new - 1),
             f"8 ragged prompts, {new} tokens each": Case(8 * new, RAGGED_TOKENS, new, True, new),
         }
-    return {
-        "start to first character" if options.what == "startup" else "load to first token": Case(0)
-    }
+    if options.what == "startup":
+        return {"start to first character": Case(0)}
+    return {"load to first token": Case(0)}
 
 
 def prepare(work: Work) -> Work:
-    """What all contestants are told; for peers the model, or the one that training begins with, is written first."""
+    """Return what all contestants need to know, after the model was written for peers.
+
+    The model of ``train`` has the weights that jllama begins with.
+    """
     from jllama.commands.bench import parse_options, train_config
-    from jllama.commands.model import ModelOptions
 
     options = parse_options(work["argv"])
-    cases, own = cases_of(options), Path(options.checkpoint)
-    told = {name: f"{work['folder']}/model.{name}" for name in ("hf", "gguf")} | {"prompt": PROMPT}
-    told |= {"cases": {title: case._asdict() for title, case in cases.items()}}
-    told |= {"context": max(max(case.lengths) + case.new_tokens for case in cases.values())}
-    told |= {"rows": max(len(case.lengths) for case in cases.values())}
-    told |= {"device": device_of(options.against)}
+    cases = cases_of(options)
+    device = device_of(options.against)
     llama_python = options.llama_python if "llama.cpp" in options.against else ""
-    told |= {"facts": machine_facts(work["threads"], told["device"], llama_python)}
-    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(ModelOptions)}
-    given |= {
-        f"mesh.{name}": size for name, size in vars(given.pop("mesh")).items() if name != "rules"
+    shared: Work = {
+        "hf": f"{work['folder']}/model.hf",
+        "gguf": f"{work['folder']}/model.gguf",
+        "prompt": PROMPT,
+        "cases": {title: case._asdict() for title, case in cases.items()},
+        "context": max(max(case.lengths) + case.new_tokens for case in cases.values()),
+        "rows": max(len(case.lengths) for case in cases.values()),
+        "device": device,
+        "facts": machine_facts(work["threads"], device, llama_python),
+        "sample": sample_arguments(options),
     }
-    given |= {"prompt": PROMPT, "echo": "false", "temperature": 0, "max_new_tokens": 8}
-    told |= {"sample": [f"--{name}={value}" for name, value in given.items() if value is not None]}
-    config = train_config(options) if options.what == "train" else None
-    if config:
-        told |= {"optimizer": vars(config.optimizer), "vocab_size": config.model.vocab_size}
-        told |= {"batch": [config.training.batch_size, config.training.seq_len + 1]}
+    config = None
+    if options.what == "train":
+        config = train_config(options)
+        shared["optimizer"] = vars(config.optimizer)
+        shared["vocab_size"] = config.model.vocab_size
+        shared["batch"] = [config.training.batch_size, config.training.seq_len + 1]
     formats = {"gguf" if name == "llama.cpp" else "hf" for name in options.against}
-    if (
-        options.what in ("startup", "load") and not options.adapter
-    ):  # from the same file, who can read it
-        readable = (
-            ["hf", "gguf"]
-            if own.suffix == ".gguf"
-            else ["hf"]
-            if (own / "config.json").exists()
-            else []
-        )
-        told, formats = told | dict.fromkeys(readable, str(own)), formats - {*readable}
-    if formats:
+    # Loading is measured from the checkpoint itself if the peer can read it.
+    checkpoint = Path(options.checkpoint)
+    readable = set()
+    if options.what in ("startup", "load") and not options.adapter:
+        if checkpoint.suffix == ".gguf":
+            readable = {"hf", "gguf"}
+        elif (checkpoint / "config.json").exists():
+            readable = {"hf"}
+    shared |= dict.fromkeys(readable, str(checkpoint))
+    if formats - readable:
         import jax
 
         import jllama
 
         if config:
-            model = jllama.LanguageModel(
-                config.model, jllama.initial_params(jax.random.key(0), config.model)
-            )
+            params = jllama.initial_params(jax.random.key(0), config.model)
+            model = jllama.LanguageModel(config.model, params)
         else:
-            model = dataclasses.replace(options, dtype="float32", quantize=None).load_model(
-                needs_tokenizer=False
-            )
-        for format in formats:
-            jllama.save(
-                model,
-                told[format],
-                format,
-                "q8_0" if options.quantize and format == "gguf" else "float32",
-            )
-    return told
+            plain = dataclasses.replace(options, dtype="float32", quantize=None)
+            model = plain.load_model(needs_tokenizer=False)
+        for format in formats - readable:
+            is_quantized = options.quantize and format == "gguf"
+            jllama.save(model, shared[format], format, "q8_0" if is_quantized else "float32")
+    return shared
+
+
+def sample_arguments(options: BenchOptions) -> list[str]:
+    """Return the arguments with which ``jllama sample`` loads the same model."""
+    from jllama.commands.model import ModelOptions
+
+    fields = dataclasses.fields(ModelOptions)
+    values = {field.name: getattr(options, field.name) for field in fields}
+    mesh = vars(values.pop("mesh"))
+    values |= {f"mesh.{name}": size for name, size in mesh.items() if name != "rules"}
+    values |= {"prompt": PROMPT, "echo": "false", "temperature": 0, "max_new_tokens": 8}
+    return [f"--{name}={value}" for name, value in values.items() if value is not None]
 
 
 def device_of(against: Sequence[str]) -> str:
-    """Where all work: ``cuda`` if JAX and every peer have a GPU, else with peers ``cpu``, alone JAX's own platform."""
+    """Return where all contestants work.
+
+    It is ``cuda`` if JAX and every peer can use a GPU, otherwise with peers ``cpu``, and without
+    peers JAX's own platform.
+    """
     import jax
 
     if not against:
         return jax.default_backend()
-    if (
-        jax.default_backend() != "gpu"
-        or "llama.cpp" in against
-        or not importlib.util.find_spec("torch")
-    ):
+    has_torch = importlib.util.find_spec("torch")
+    if jax.default_backend() != "gpu" or "llama.cpp" in against or not has_torch:
         return "cpu"
     import torch
 
@@ -173,127 +169,138 @@ def device_of(against: Sequence[str]) -> str:
 
 
 def machine_facts(threads: int, device: str, llama_python: str) -> dict[str, str]:
-    """The processor or accelerator, how much of it is taken, and the packages that this Python and llama.cpp's have."""
+    """Describe the machine, the used part of it, and versions of the packages, also llama.cpp's."""
     import jax
 
-    told = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    found = re.findall(r"model name\s*: (.*)", told)[:1] or [
-        platform.processor() or platform.machine()
-    ]
-    found += ["AVX-512" if "avx512f" in told else "no AVX-512"] if told else []
+    cpus = Path("/proc/cpuinfo")
+    text = cpus.read_text() if cpus.exists() else ""
+    names = re.findall(r"model name\s*: (.*)", text)
+    parts = [*names[:1]] or [platform.processor() or platform.machine()]
+    if text:
+        parts.append("AVX-512" if "avx512f" in text else "no AVX-512")
+    parts.append(f"{threads} threads")
+    if jax.default_backend() != "cpu":
+        accelerator = jax.devices()[0].device_kind
+        if device == "cpu":
+            accelerator = f"the CPU, since not all have {accelerator}"
+        parts.append(accelerator)
     versions = [f"Python {platform.python_version()}"]
     for name in ("jllama", "jax", "torch", "transformers"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions.append(f"{name} {importlib.metadata.version(name)}")
-    if llama_python:  # what is wrong with it, its own contestant says
-        asked = [
-            llama_python,
-            "-c",
-            "import llama_cpp; print('llama-cpp-python', llama_cpp.__version__)",
-        ]
+    if llama_python:  # its own contestant reports what is wrong with it
+        code = "import llama_cpp; print('llama-cpp-python', llama_cpp.__version__)"
         with contextlib.suppress(OSError):
-            versions += subprocess.run(asked, capture_output=True, text=True).stdout.splitlines()[
-                -1:
-            ]
-    found += [f"{threads} threads"]
-    if jax.default_backend() != "cpu":
-        accelerator = jax.devices()[0].device_kind
-        found += (
-            [f"the CPU, since not all have {accelerator}"] if device == "cpu" else [accelerator]
-        )
-    return {"machine": ", ".join(found), "versions": ", ".join(versions)}
+            done = subprocess.run([llama_python, "-c", code], capture_output=True, text=True)
+            versions += done.stdout.splitlines()[-1:]
+    return {"machine": ", ".join(parts), "versions": ", ".join(versions)}
 
 
-def jllama_loader(work: Work) -> Load:
-    """The model of jllama, as the options say it."""
+# Generation. A loader imports all that its model needs, and returns a function that loads the
+# model. The model has ``vocab_size``, ``facts``, and ``generate(prompts, new_tokens)``, which
+# continues all prompts together by so many tokens each, greedily and without a stop.
+
+
+def jllama_loader(work: Work) -> Callable[[], JllamaModel]:
+    """Return what loads jllama's model, as the options describe it."""
     import jax
 
-    import jllama
+    import jllama.generation.engine
+    import jllama.generation.requests  # noqa: F401
     from jllama.commands.bench import parse_options
-    from jllama.errors import UsageError
-    from jllama.generation.engine import Engine
-    from jllama.generation.requests import Request
 
-    options, greedy, context = (
-        parse_options(work["argv"]),
-        jllama.SamplingParams(temperature=0.0),
-        work["context"],
-    )
+    options = parse_options(work["argv"])
     jax.devices()  # starts them
+    return functools.partial(JllamaModel, work, options)
 
-    def load() -> tuple[Generate, int, Work]:
-        model = (
-            options.load_model(needs_tokenizer=False)
-            if options.checkpoint
-            else random_model(options)
-        )
-        if context > (most := model.config.max_seq_len):
-            raise UsageError(
-                f"the benchmark needs {context} tokens of context, and the model has {most}"
+
+class JllamaModel:
+    """A model of jllama."""
+
+    def __init__(self, work: Work, options: BenchOptions) -> None:
+        import jllama
+
+        if options.checkpoint:
+            self.model = options.load_model(needs_tokenizer=False)
+        else:
+            self.model = random_model(options)
+        context = work["context"]
+        limit = self.model.config.max_seq_len
+        if context > limit:
+            raise jllama.UsageError(
+                f"the benchmark needs {context} tokens of context, and the model has {limit}"
             )
+        self.vocab_size = self.model.config.vocab_size
+        self.facts: Work = {}
+        if work["what"] != "load":
+            self.facts = generation_facts(self.model, options, work["device"])
 
-        def generate(prompts: Prompts, new_tokens: int) -> None:
-            engine = Engine(model, len(prompts))
-            for prompt in prompts:
-                engine.submit(Request(jllama.Prompt(prompt, greedy, new_tokens)))
-            while engine.busy:
-                engine.step()
+    def generate(self, prompts: Prompts, new_tokens: int) -> None:
+        import jllama
+        from jllama.generation.requests import Request
 
-        return (
-            generate,
-            model.config.vocab_size,
-            {} if work["what"] == "load" else generation_facts(model, options, work["device"]),
-        )
-
-    return load
+        greedy = jllama.SamplingParams(temperature=0.0)
+        engine = jllama.Engine(self.model, len(prompts))
+        for prompt in prompts:
+            engine.submit(Request(jllama.Prompt(prompt, greedy, new_tokens)))
+        while engine.busy:
+            engine.step()
 
 
 def random_model(options: BenchOptions) -> jllama.LanguageModel:
-    """A preset's model of random weights, by default in float32 on a CPU and in bfloat16 elsewhere."""
+    """Return a preset's model with random weights: on a CPU in float32, elsewhere in bfloat16."""
     import jax
 
     import jllama
 
     config = jllama.preset(options.preset)
     dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    make = jax.jit(
-        lambda key: jax.tree.map(
-            lambda leaf: leaf.astype(dtype), jllama.initial_params(key, config)
-        )
-    )
-    params = jllama.decode_layout(make(jax.random.key(0)), config, options.quantize)
-    return jllama.LanguageModel(config, params)
+
+    def make(key: Any) -> Any:
+        params = jllama.initial_params(key, config)
+        return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+
+    params = jax.jit(make)(jax.random.key(0))
+    return jllama.LanguageModel(config, jllama.decode_layout(params, config, options.quantize))
 
 
 def generation_facts(model: jllama.LanguageModel, options: BenchOptions, device: str) -> Work:
-    """What each contestant needs at least: operations for a prompt, whose last token alone has logits; bytes a step.
+    """Return what each contestant needs at least: FLOPs of a prompt, or bytes of a decoding step.
 
-    transformers' model is in bfloat16 on a GPU, else in float32.
+    Only the last token of a prompt has logits. The model of transformers is in bfloat16 on a GPU,
+    elsewhere in float32.
     """
     from jllama.parameters import count_parameters, training_flops_per_token
 
-    config, params, needed = model.config, model.decode_params, {}
+    config = model.config
+    params = model.decode_params
     head = config.vocab_size * config.embed_dim
-    read = count_parameters(config) - (0 if config.tie_embeddings else head)
-    theirs_bytes = (2 if device == "cuda" else 4) * read
+    num_read = count_parameters(config) - (0 if config.tie_embeddings else head)
+    transformers_bytes = (2 if device == "cuda" else 4) * num_read
+    needed = {}
     for title, case in cases_of(options).items():
-        rows, more = len(case.lengths), 0
-        amount = case.tokens * (training_flops_per_token(config, case.tokens) / 3 - 2 * head)
         if case.steps:
+            rows = len(case.lengths)
             amount = bytes_per_step(model, rows, sum(case.lengths) // rows + case.new_tokens // 2)
-            more = theirs_bytes - bytes_per_step(model, 0, 0)
-        needed[title] = {"jllama": amount, "llama.cpp": amount, "transformers": amount + more}
+            transformers = amount + transformers_bytes - bytes_per_step(model, 0, 0)
+        else:
+            flops = training_flops_per_token(config, case.tokens) / 3 - 2 * head
+            amount = transformers = case.tokens * flops
+        needed[title] = {"jllama": amount, "llama.cpp": amount, "transformers": transformers}
     devices = len(params.weights["final_norm"].sharding.device_set)  # of the mesh, if there is one
     return {"needed": needed, "dtype": params.dtype.name, "devices": devices}
 
 
 def bytes_per_step(model: jllama.LanguageModel, batch: int, context: int) -> int:
-    """Bytes that a decoding step must read: every weight once, and the keys and values of ``context`` tokens a row; of
-    an embedding that is not also the head only ``batch`` rows, which count for nothing.
+    """Return the bytes that a decoding step must read.
+
+    These are every weight once, and the keys and values of ``context`` tokens a row. An embedding
+    that is not also the head is left out: only ``batch`` rows of it are read.
     """
     import jax
 
-    config, params = model.config, model.decode_params
+    config = model.config
+    params = model.decode_params
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     if not config.tie_embeddings:
         weights -= sum(leaf.nbytes for leaf in jax.tree.leaves(params.weights["embed"]))
@@ -301,166 +308,316 @@ def bytes_per_step(model: jllama.LanguageModel, batch: int, context: int) -> int
     return weights + batch * cached_values * params.dtype.itemsize
 
 
-def jllama_trainer(work: Work) -> tuple[Step, Work]:
-    """The step of ``compile_training``, compiled before its first turn, so that its memory is known."""
-    import jax
-    import numpy as np
+def transformers_loader(work: Work) -> Callable[[], TransformersModel]:
+    """Return what loads the model of transformers."""
+    import torch
+    from transformers import LlamaForCausalLM  # noqa: F401
 
-    import jllama
-    from jllama.commands.bench import parse_options, train_config
-    from jllama.devices import peak_flops, program_bytes
-    from jllama.parameters import training_flops_per_token
-
-    config = train_config(parse_options(work["argv"]))
-    training = jllama.compile_training(config)
-    # From the weights that the peers begin with, too, if there are any.
-    params = (
-        jllama.load(work["hf"], layout="training").params if os.path.exists(work["hf"]) else None
-    )
-    state = training.init(jax.random.key(0), params)
-
-    def placed(tokens: Any) -> Any:
-        return jax.device_put(jllama.text_batch(tokens, bos_id=-1), training.batch_sharding)
-
-    compiled = training.step.lower(state, placed(np.zeros(work["batch"], np.int32))).compile()
-
-    def step(tokens: Any) -> float:
-        nonlocal state
-        state, metrics = jax.block_until_ready(compiled(state, placed(tokens)))
-        return float(metrics.loss)
-
-    batch_size, seq_len = config.training.batch_size, config.training.seq_len
-    flops = batch_size * seq_len * training_flops_per_token(config.model, seq_len)
-    products = batch_size * seq_len * training_flops_per_token(config.model, 0)
-    published = peak_flops(jax.devices()[0].device_kind)
-    needed = {
-        title: dict.fromkeys(("jllama", "transformers", "torch-compile"), flops)
-        for title in work["cases"]
-    }
-    dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    facts = {"needed": needed, "dtype": dtype, "devices": training.mesh.size}
-    if published:
-        facts |= {"published_flops_per_s": training.mesh.size * published}
-        facts |= {"flops": flops, "causal_flops": (flops + products) / 2}
-    return step, facts | {"planned_bytes": sum(program_bytes(compiled))}
+    torch.set_num_threads(work["threads"])
+    return functools.partial(TransformersModel, work)
 
 
-def machine_rates(dtype: str = "float32", devices: int = 1, repeats: int = 7) -> dict[str, float]:
-    """What so many of these devices can do in a second: operations of a square product, and bytes that are moved.
+class TransformersModel:
+    """A model of transformers, in float32, on a GPU in bfloat16; it pads prompts on the left."""
 
-    The best of some repeats each. A CPU reads a matrix to multiply it with a vector; a GPU or TPU reads and writes a
-    long row.
-    """
-    import jax
-    import jax.numpy as jnp
+    def __init__(self, work: Work) -> None:
+        import torch
+        from transformers import LlamaForCausalLM
 
-    def best_s(function: Callable[..., Any], *arrays: Any) -> float:
-        return min(
-            timeit.repeat(lambda: function(*arrays).block_until_ready(), number=1, repeat=repeats)
-        )
+        self.device = work["device"]
+        dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
+        model: Any = LlamaForCausalLM.from_pretrained(**hf_files(work), dtype=dtype)
+        self.model = model.to(self.device).eval()
+        self.vocab_size = model.config.vocab_size
+        self.facts: Work = {}
 
-    on_cpu = jax.default_backend() == "cpu"
-    side = SQUARE if on_cpu else LARGE_SQUARE
-    square = jnp.ones((side, side), dtype)
-    flops_per_s = 2 * side**3 / best_s(jax.jit(jnp.matmul), square, square)
-    if on_cpu:
-        matrix = jnp.ones(BANDWIDTH_SHAPE, dtype)
-        bytes_per_s = matrix.nbytes / best_s(jax.jit(jnp.matmul), matrix, matrix[0])
-    else:
-        row = jnp.ones(LONG_COPY, dtype)
-        bytes_per_s = 2 * row.nbytes / best_s(jax.jit(lambda row: row + 1), row)
-    return {"flops_per_s": devices * flops_per_s, "bytes_per_s": devices * bytes_per_s}
+    def generate(self, prompts: Prompts, new_tokens: int) -> None:
+        import torch
+
+        length = max(map(len, prompts))
+        rows = [[0] * (length - len(prompt)) + [*prompt] for prompt in prompts]
+        seen = [[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        with torch.inference_mode():
+            self.model.generate(
+                torch.tensor(rows, device=self.device),
+                attention_mask=torch.tensor(seen, device=self.device),
+                do_sample=False,
+                max_new_tokens=new_tokens,
+                min_new_tokens=new_tokens,
+                pad_token_id=0,
+            ).cpu()
 
 
 def hf_files(work: Work) -> dict[str, str]:
-    """What ``from_pretrained`` is given: a folder, or a GGUF file."""
+    """Return the arguments of ``from_pretrained`` for a folder or a GGUF file."""
     folder, name = os.path.split(work["hf"])
     if name.endswith(".gguf"):
         return {"pretrained_model_name_or_path": folder or ".", "gguf_file": name}
     return {"pretrained_model_name_or_path": work["hf"]}
 
 
-def transformers_loader(work: Work) -> Load:
-    """The model of transformers in float32, on a GPU in bfloat16; prompts are padded on the left."""
-    import torch
-    from transformers import LlamaForCausalLM
+def llama_cpp_loader(work: Work) -> Callable[[], LlamaCppModel]:
+    """Return what loads the model of llama.cpp."""
+    import llama_cpp  # noqa: F401
+    import numpy  # noqa: F401
 
-    torch.set_num_threads(work["threads"])
-
-    def load() -> tuple[Generate, int, Work]:
-        dtype = torch.bfloat16 if work["device"] == "cuda" else torch.float32
-        model = (
-            LlamaForCausalLM.from_pretrained(**hf_files(work), dtype=dtype)
-            .to(work["device"])
-            .eval()
-        )
-
-        def generate(prompts: Prompts, new_tokens: int) -> None:
-            padding = [[0] * (max(map(len, prompts)) - len(prompt)) for prompt in prompts]
-            rows = [[*zeros, *prompt] for zeros, prompt in zip(padding, prompts, strict=True)]
-            seen = [
-                zeros + [1] * len(prompt) for zeros, prompt in zip(padding, prompts, strict=True)
-            ]
-            ids, mask = (
-                torch.tensor(rows, device=work["device"]),
-                torch.tensor(seen, device=work["device"]),
-            )
-            length: Any = {
-                "max_new_tokens": new_tokens,
-                "min_new_tokens": new_tokens,
-                "pad_token_id": 0,
-            }
-            with torch.inference_mode():
-                model.generate(ids, attention_mask=mask, do_sample=False, **length).cpu()
-
-        return generate, model.config.vocab_size, {}
-
-    return load
+    return functools.partial(LlamaCppModel, work)
 
 
-def transformers_trainer(work: Work) -> tuple[Step, Work]:
-    """The loss of transformers and torch's fused AdamW; with ``torch-compile`` the model is compiled.
+class LlamaCppModel:
+    """A model of llama.cpp with keys and values in float32; NumPy finds the likeliest token."""
+
+    def __init__(self, work: Work) -> None:
+        import llama_cpp as cpp
+
+        rows = work["rows"]
+        max_tokens = rows * -(-work["context"] // 256) * 256
+        defaults = cpp.llama_model_default_params()
+        model = cpp.llama_model_load_from_file(work["gguf"].encode(), defaults)
+        options = cpp.llama_context_default_params()
+        options.n_seq_max = rows
+        options.n_ctx = options.n_batch = max_tokens
+        options.n_threads = options.n_threads_batch = work["threads"]
+        options.type_k = options.type_v = 0  # float32
+        self.vocab_size = cpp.llama_vocab_n_tokens(cpp.llama_model_get_vocab(model))
+        self.context = cpp.llama_init_from_model(model, options)
+        self.batch = cpp.llama_batch_init(max_tokens, 0, 1)
+        self.facts: Work = {}
+
+    def feed(self, tokens: Prompts, starts: Sequence[int]) -> Prompts:
+        """Process each row's tokens, which begin at its start, and return its next token."""
+        import llama_cpp as cpp
+        import numpy as np
+
+        batch = self.batch
+        index = 0
+        ends = []
+        for row, (row_tokens, start) in enumerate(zip(tokens, starts, strict=True)):
+            for position, token in enumerate(row_tokens, start):
+                batch.token[index] = token
+                batch.pos[index] = position
+                batch.n_seq_id[index] = 1
+                batch.seq_id[index][0] = row
+                batch.logits[index] = position == start + len(row_tokens) - 1
+                index += 1
+            ends.append(index - 1)
+        batch.n_tokens = index
+        code = cpp.llama_decode(self.context, batch)
+        if code:
+            raise RuntimeError(f"llama_decode gave {code}")
+        logits = [cpp.llama_get_logits_ith(self.context, end) for end in ends]
+        return [[int(np.ctypeslib.as_array(row, (self.vocab_size,)).argmax())] for row in logits]
+
+    def generate(self, prompts: Prompts, new_tokens: int) -> None:
+        import llama_cpp as cpp
+
+        cpp.llama_memory_clear(cpp.llama_get_memory(self.context), True)
+        tokens = prompts
+        starts = [0] * len(prompts)
+        for _ in range(new_tokens):
+            following = self.feed(tokens, starts)
+            starts = [start + len(row) for start, row in zip(starts, tokens, strict=True)]
+            tokens = following
+
+
+class Generation:
+    """The continuation of the prompts of a case; to measure ``load``, each turn loads the model."""
+
+    def __init__(self, work: Work) -> None:
+        self.load = LOADERS[work["name"]](work)
+        self.loaded = None if work["what"] == "load" else self.load()
+        self.facts = self.loaded.facts if self.loaded else {}
+
+    def take(self, case: Work) -> Work:
+        """Return the seconds of a turn, without those of the prefill if the case leaves it out."""
+        seconds = self.generate_s(case, case["new_tokens"])
+        if not case["with_prefill"]:
+            seconds -= self.generate_s(case, 1)
+        return {"seconds": seconds}
+
+    def generate_s(self, case: Work, new_tokens: int) -> float:
+        start_s = time.perf_counter()
+        model = self.loaded or self.load()
+        model.generate(random_prompts(case["lengths"], model.vocab_size), new_tokens)
+        return time.perf_counter() - start_s
+
+
+def random_prompts(lengths: Sequence[int], vocab_size: int) -> Prompts:
+    """Return prompts of random tokens, which are the same each time."""
+    draws = random.Random(0)
+    return [draws.choices(range(vocab_size), k=length) for length in lengths]
+
+
+# Training. A trainer has ``facts``, and ``step(tokens)``, which returns the loss.
+
+
+class JllamaTrainer:
+    """The step of ``compile_training``; it is compiled first, so that its memory is known."""
+
+    def __init__(self, work: Work) -> None:
+        import jax
+        import numpy as np
+
+        import jllama
+        from jllama.commands.bench import parse_options, train_config
+        from jllama.devices import peak_flops, program_bytes
+        from jllama.parameters import training_flops_per_token
+
+        config = train_config(parse_options(work["argv"]))
+        training = jllama.compile_training(config)
+        params = None
+        if os.path.exists(work["hf"]):  # the weights that the peers begin with
+            params = jllama.load(work["hf"], layout="training").params
+        self.state = training.init(jax.random.key(0), params)
+        self.sharding = training.batch_sharding
+        tokens = self.placed(np.zeros(work["batch"], np.int32))
+        self.compiled = training.step.lower(self.state, tokens).compile()
+
+        seq_len = config.training.seq_len
+        num_tokens = config.training.batch_size * seq_len
+        flops = num_tokens * training_flops_per_token(config.model, seq_len)
+        products = num_tokens * training_flops_per_token(config.model, 0)
+        needed = dict.fromkeys(TRAINERS, flops)
+        self.facts: Work = {
+            "needed": dict.fromkeys(work["cases"], needed),
+            "dtype": "float32" if jax.default_backend() == "cpu" else "bfloat16",
+            "devices": training.mesh.size,
+            "planned_bytes": sum(program_bytes(self.compiled)),
+        }
+        published = peak_flops(jax.devices()[0].device_kind)
+        if published:
+            self.facts["published_flops_per_s"] = training.mesh.size * published
+            self.facts["flops"] = flops
+            self.facts["causal_flops"] = (flops + products) / 2
+
+    def placed(self, tokens: Any) -> Any:
+        import jax
+
+        import jllama
+
+        return jax.device_put(jllama.text_batch(tokens, bos_id=-1), self.sharding)
+
+    def step(self, tokens: Any) -> float:
+        import jax
+
+        results = self.compiled(self.state, self.placed(tokens))
+        self.state, metrics = jax.block_until_ready(results)
+        return float(metrics.loss)
+
+
+class TransformersTrainer:
+    """The loss of transformers and torch's fused AdamW; for ``torch-compile`` it is compiled.
 
     On a GPU products are in bfloat16, as jllama's.
     """
-    import torch
-    from transformers import LlamaForCausalLM
 
-    torch.set_num_threads(work["threads"])
-    device, rates = work["device"], work["optimizer"]
-    model = (
-        LlamaForCausalLM.from_pretrained(**hf_files(work), dtype=torch.float32).to(device).train()
-    )
-    forward = torch.compile(model) if work["name"] == "torch-compile" else model
-    matrices = {"params": [each for each in model.parameters() if each.ndim > 1]}
-    norms = {"params": [each for each in model.parameters() if each.ndim < 2], "weight_decay": 0.0}
-    adamw: Any = {
-        "lr": rates["learning_rate"],
-        "betas": (rates["beta1"], rates["beta2"]),
-        "eps": rates["epsilon"],
-    }
-    optimizer = torch.optim.AdamW(
-        [matrices, norms], **adamw, weight_decay=rates["weight_decay"], fused=True
-    )
+    def __init__(self, work: Work) -> None:
+        import torch
+        from transformers import LlamaForCausalLM
 
-    def step(tokens: Any) -> float:
-        ids = torch.from_numpy(tokens).long().to(device)
+        torch.set_num_threads(work["threads"])
+        self.device = work["device"]
+        self.facts: Work = {}
+        model: Any = LlamaForCausalLM.from_pretrained(**hf_files(work), dtype=torch.float32)
+        self.model = model.to(self.device).train()
+        self.forward = torch.compile(model) if work["name"] == "torch-compile" else model
+        settings = work["optimizer"]
+        self.clip_norm = settings["clip_norm"]
+        matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+        norms = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": matrices}, {"params": norms, "weight_decay": 0.0}],
+            lr=settings["learning_rate"],
+            betas=(settings["beta1"], settings["beta2"]),
+            eps=settings["epsilon"],
+            weight_decay=settings["weight_decay"],
+            fused=True,
+        )
+
+    def step(self, tokens: Any) -> float:
+        import torch
+
+        ids = torch.from_numpy(tokens).long().to(self.device)
         targets = ids[:, 1:].contiguous()
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            loss = forward(
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
+            loss = self.forward(
                 input_ids=ids[:, :-1], labels=targets, shift_labels=targets, use_cache=False
             ).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), rates["clip_norm"])
-        optimizer.step()
-        optimizer.zero_grad()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         return loss.item()
 
-    return step, {}
+
+class Training:
+    """Steps of training; each turn has other rows, which are the same for all contestants."""
+
+    def __init__(self, work: Work) -> None:
+        import numpy as np
+
+        self.work = work
+        self.trainer = TRAINERS[work["name"]](work)
+        self.facts = self.trainer.facts
+        self.draws = np.random.default_rng(0)
+
+    def take(self, _: Work) -> Work:
+        """Return the loss of a step, its seconds, and the peak memory so far."""
+        tokens = self.draws.integers(0, self.work["vocab_size"], self.work["batch"], "int32")
+        start_s = time.perf_counter()
+        loss = self.trainer.step(tokens)
+        seconds = time.perf_counter() - start_s
+        return {"loss": loss, "seconds": seconds, "peak_bytes": peak_bytes_of(self.work)}
+
+
+def peak_bytes_of(work: Work) -> int | None:
+    """Return the peak of this contestant's device memory so far; None on CPUs."""
+    if work["name"] == "jllama":
+        import jax
+
+        from jllama.devices import peak_bytes
+
+        return peak_bytes(jax.devices())
+    if work["device"] != "cuda":
+        return None
+    import torch
+
+    return torch.cuda.max_memory_allocated()
+
+
+def machine_rates(dtype: str = "float32", devices: int = 1) -> dict[str, float]:
+    """Measure the rates of these devices: FLOPs of a square product, and bytes moved, a second.
+
+    A CPU reads a matrix to multiply it with a vector; a GPU or TPU reads and writes a long row.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    on_cpu = jax.default_backend() == "cpu"
+    side = SQUARE if on_cpu else LARGE_SQUARE
+    square = jnp.ones((side, side), dtype)
+    product = jax.jit(jnp.matmul)
+    flops_per_s = 2 * side**3 / best_s(lambda: product(square, square))
+    if on_cpu:
+        matrix = jnp.ones(BANDWIDTH_SHAPE, dtype)
+        bytes_per_s = matrix.nbytes / best_s(lambda: product(matrix, matrix[0]))
+    else:
+        row = jnp.ones(LONG_COPY, dtype)
+        increment = jax.jit(lambda row: row + 1)
+        bytes_per_s = 2 * row.nbytes / best_s(lambda: increment(row))
+    return {"flops_per_s": devices * flops_per_s, "bytes_per_s": devices * bytes_per_s}
+
+
+def best_s(function: Callable[[], Any]) -> float:
+    """Return the shortest of seven times of a call."""
+    return min(timeit.repeat(lambda: function().block_until_ready(), number=1, repeat=7))
+
+
+# Start-up
 
 
 def stream_jllama(work: Work) -> None:
-    """What ``jllama sample`` does."""
+    """Run ``jllama sample``."""
     from jllama.commands import cli
 
     sys.exit(cli.run("sample", work["sample"]))
@@ -478,63 +635,6 @@ def stream_transformers(work: Work) -> None:
     model.generate(**prompt, max_new_tokens=8, do_sample=False, streamer=streamer)
 
 
-def llama_cpp_loader(work: Work) -> Load:
-    """The model of llama.cpp, with keys and values in float32; NumPy finds the likeliest token."""
-    import llama_cpp as cpp
-    import numpy as np
-
-    rows, most_tokens = work["rows"], work["rows"] * -(-work["context"] // 256) * 256
-
-    def load() -> tuple[Generate, int, Work]:
-        model = cpp.llama_model_load_from_file(
-            work["gguf"].encode(), cpp.llama_model_default_params()
-        )
-        options = cpp.llama_context_default_params()
-        options.n_ctx, options.n_seq_max, options.n_batch = most_tokens, rows, most_tokens
-        options.n_threads = options.n_threads_batch = work["threads"]
-        options.type_k = options.type_v = 0  # float32
-        vocab_size = cpp.llama_vocab_n_tokens(cpp.llama_model_get_vocab(model))
-        context, batch = (
-            cpp.llama_init_from_model(model, options),
-            cpp.llama_batch_init(most_tokens, 0, 1),
-        )
-
-        def feed(fed: Prompts, starts: Sequence[int]) -> Prompts:
-            """Take in each row's tokens, from its start on, and give its next one."""
-            batch.n_tokens, ends = 0, []
-            for row, (tokens, start) in enumerate(zip(fed, starts, strict=True)):
-                for position, token in enumerate(tokens, start):
-                    at = batch.n_tokens
-                    batch.token[at], batch.pos[at], batch.n_seq_id[at], batch.seq_id[at][0] = (
-                        token,
-                        position,
-                        1,
-                        row,
-                    )
-                    batch.logits[at] = position == start + len(tokens) - 1
-                    batch.n_tokens += 1
-                ends.append(batch.n_tokens - 1)
-            if code := cpp.llama_decode(context, batch):
-                raise RuntimeError(f"llama_decode gave {code}")
-            logits = [
-                np.ctypeslib.as_array(cpp.llama_get_logits_ith(context, at), (vocab_size,))
-                for at in ends
-            ]
-            return [[int(row.argmax())] for row in logits]
-
-        def generate(prompts: Prompts, new_tokens: int) -> None:
-            cpp.llama_memory_clear(cpp.llama_get_memory(context), True)
-            fed, starts = prompts, [0] * len(prompts)
-            for _ in range(new_tokens):
-                following = feed(fed, starts)
-                starts = [start + len(tokens) for start, tokens in zip(starts, fed, strict=True)]
-                fed = following
-
-        return generate, vocab_size, {}
-
-    return load
-
-
 def stream_llama_cpp(work: Work) -> None:
     """Load and write, as a script with llama-cpp-python would."""
     import llama_cpp
@@ -544,81 +644,21 @@ def stream_llama_cpp(work: Work) -> None:
         print(piece["choices"][0]["text"], end="", flush=True)
 
 
-LOADERS = {
+LOADERS: dict[str, Any] = {
     "jllama": jllama_loader,
     "transformers": transformers_loader,
     "llama.cpp": llama_cpp_loader,
 }
 TRAINERS = {
-    "jllama": jllama_trainer,
-    "transformers": transformers_trainer,
-    "torch-compile": transformers_trainer,
+    "jllama": JllamaTrainer,
+    "transformers": TransformersTrainer,
+    "torch-compile": TransformersTrainer,
 }
 STREAMERS = {
     "jllama": stream_jllama,
     "transformers": stream_transformers,
     "llama.cpp": stream_llama_cpp,
 }
-
-
-def random_prompts(lengths: Sequence[int], vocab_size: int) -> Prompts:
-    """Prompts of random tokens, the same each time."""
-    draws = random.Random(0)
-    return [draws.choices(range(vocab_size), k=length) for length in lengths]
-
-
-def training(work: Work) -> tuple[Callable[[Work], dict[str, float]], Work]:
-    """What takes a step on other rows in each turn, the same for all, and the facts."""
-    import numpy as np
-
-    step, facts = TRAINERS[work["name"]](work)
-    draws = np.random.default_rng(0)
-
-    def take(_: Work) -> dict[str, float]:
-        tokens = draws.integers(0, work["vocab_size"], work["batch"], np.int32)
-        start_s = time.perf_counter()
-        return {
-            "loss": step(tokens),
-            "seconds": time.perf_counter() - start_s,
-            "peak_bytes": peak_bytes_of(work),
-        }
-
-    return take, facts
-
-
-def peak_bytes_of(work: Work) -> int | None:
-    """The most that this contestant has held of its device so far; None on CPUs."""
-    if work["name"] == "jllama":
-        import jax
-
-        from jllama.devices import peak_bytes
-
-        return peak_bytes(jax.devices())
-    if work["device"] != "cuda":
-        return None
-    import torch
-
-    return torch.cuda.max_memory_allocated()
-
-
-def generation(work: Work) -> tuple[Callable[[Work], dict[str, float]], Work]:
-    """What continues the prompts of a case, and the facts; to measure ``load``, it loads the model in its turn."""
-    load = LOADERS[work["name"]](work)
-    loaded = None if work["what"] == "load" else load()
-
-    def take(case: Work) -> dict[str, float]:
-        def generate_s(new_tokens: int) -> float:
-            start_s = time.perf_counter()
-            generate, vocab_size, _ = loaded or load()
-            generate(random_prompts(case["lengths"], vocab_size), new_tokens)
-            return time.perf_counter() - start_s
-
-        return {
-            "seconds": generate_s(case["new_tokens"])
-            - (0.0 if case["with_prefill"] else generate_s(1))
-        }
-
-    return take, loaded[2] if loaded else {}
 
 
 def main(work: Work) -> None:
@@ -628,11 +668,12 @@ def main(work: Work) -> None:
     os.dup2(2, 1)  # what packages print is no answer
     if work["name"] == "prepare":
         return print(json.dumps(prepare(work)), file=answers)
-    take, facts = (training if work["what"] == "train" else generation)(work)
+    contestant = Training(work) if work["what"] == "train" else Generation(work)
+    facts = contestant.facts
     print(json.dumps(facts), file=answers)
     for line in sys.stdin:
         turn = json.loads(line)
-        answer = take(turn) if turn else machine_rates(facts["dtype"], facts["devices"])
+        answer = contestant.take(turn) if turn else machine_rates(facts["dtype"], facts["devices"])
         print(json.dumps(answer), file=answers)
 
 

@@ -19,17 +19,7 @@ from jllama.files import check_writable, read_json_object, write_text_whole
 from jllama.generation.sampling_params import SamplingParams
 
 _SETTINGS = ["max_new_tokens", *vars(SamplingParams())]
-_COMMON = (
-    "adapter",
-    "system",
-    "load",
-    "template",
-    "max_new_tokens",
-    "temperature",
-    "top_p",
-    "seed",
-    "quantize",
-)
+_COMMON = "adapter system load template max_new_tokens temperature top_p seed quantize"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

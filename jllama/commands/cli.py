@@ -119,7 +119,7 @@ def parse(
     argv: Sequence[str],
     prog: str,
     positional: Sequence[str] = (),
-    common: Sequence[str] = (),
+    common: str = "",
 ) -> T:
     """Build a dataclass of options from its defaults, ``--config`` YAML files and flags.
 
@@ -133,7 +133,7 @@ def parse(
         prog: the program's name on the page.
         positional: fields whose values may be given in this order without their names; ``config``
             may be one of them.
-        common: the other options that the short page shows; if it is empty, it shows all.
+        common: names, with spaces, of the other options on the short page; "" shows all.
 
     Raises:
         UsageError: if an option is unknown, or a value has the wrong type or is out of range.
@@ -141,7 +141,7 @@ def parse(
     asks_help = bool({"-h", "--help"} & {*argv})
     shown: Sequence[str] = ()
     if (asks_help or not argv) and common and argv[-1:] != ["all"]:
-        shown = (*positional, *common, "help")
+        shown = (*positional, *common.split(), "help")
     parser = _parser(options, prog, positional, shown)
     first = positional[0] if positional else ""
     needs_argument = first == "config" or f" {first.upper()} " in (parser.usage or "")

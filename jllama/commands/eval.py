@@ -17,19 +17,7 @@ _ONLY = {
     "tasks": "include_path num_fewshot limit apply_chat_template",
 }
 """The options that only ``--data`` or only ``--tasks`` uses."""
-_COMMON = (
-    "adapter",
-    "quantize",
-    "data",
-    "window",
-    "stride",
-    "max_tokens",
-    "tasks",
-    "num_fewshot",
-    "limit",
-    "batch_size",
-    "json",
-)
+_COMMON = "adapter quantize data window stride max_tokens tasks num_fewshot limit batch_size json"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

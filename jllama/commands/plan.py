@@ -21,17 +21,7 @@ if TYPE_CHECKING:
     from jllama.plan.receipt import Receipt
 
 _GIB = 2**30
-_COMMON = (
-    "topology",
-    "preset",
-    "batch_size",
-    "seq_len",
-    "mesh.fsdp",
-    "mesh.tensor",
-    "decode",
-    "search",
-    "json",
-)
+_COMMON = "topology preset batch_size seq_len mesh.fsdp mesh.tensor decode search json"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

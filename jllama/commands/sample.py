@@ -29,17 +29,7 @@ COMPARED = {
     "top-p 0.9, T=0.7": SamplingParams(0.7, 0, 0.9),
 }
 """The settings that ``--compare`` puts side by side."""
-_COMMON = (
-    "prompt",
-    "prompts_file",
-    "output",
-    "n",
-    "max_new_tokens",
-    "stop",
-    "temperature",
-    "seed",
-    "quantize",
-)
+_COMMON = "prompt prompts_file output n max_new_tokens stop temperature seed quantize"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,17 +21,7 @@ from jllama.stop import end
 if TYPE_CHECKING:
     from jllama.serve.engine import EngineThread
 
-_COMMON = (
-    "adapter",
-    "host",
-    "port",
-    "api_key_file",
-    "slots",
-    "context",
-    "memory_gib",
-    "quantize",
-    "drain_s",
-)
+_COMMON = "adapter host port api_key_file slots context memory_gib quantize drain_s"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,18 +12,8 @@ from jllama.stop import Stopped
 from jllama.training.config import TrainConfig
 
 _COMMON = (
-    "run_dir",
-    "resume",
-    "overwrite",
-    "init_from",
-    "preset",
-    "data.path",
-    "model.num_layers",
-    "model.embed_dim",
-    "training.batch_size",
-    "training.seq_len",
-    "training.steps",
-    "optimizer.learning_rate",
+    "run_dir resume overwrite init_from preset data.path model.num_layers "
+    "model.embed_dim training.batch_size training.seq_len training.steps optimizer.learning_rate"
 )
 _FINE_TUNING = ["--training.batch_size=4", "--optimizer.learning_rate=2e-5"]
 _ADAPTERS = ["--training.batch_size=4", "--optimizer.learning_rate=2e-4"]
