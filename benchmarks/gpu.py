@@ -1,16 +1,18 @@
-"""What a GPU makes of jllama: rates, attention, training steps, equal runs, decoding; one call under ten minutes.
+"""GPU benchmark of rates, attention, training steps, repeatability and decoding, in ten minutes.
 
     python benchmarks/gpu.py
-    JAX_PLATFORMS=cpu python benchmarks/gpu.py --smoke  # tiny shapes, to try the script on any machine
+    JAX_PLATFORMS=cpu python benchmarks/gpu.py --smoke  # tiny shapes, to try the script anywhere
 
 Each case runs in a process of its own, so that its peak of memory is its own, and writes its row to
-``benchmarks/results/gpu.json`` (``--output``) as soon as it has it. Cases for which no time is left are named at the
-end. Speed is the median of steps that follow each other without a look at their results. MFU counts attention whole,
-and ``mfu_causal`` half of it; both are shares of the published bfloat16 rate.
+``benchmarks/results/gpu.json`` (``--output``) at once. Cases for which no time is left are named at
+the end. Speed is the median of steps that follow each other without a look at their results. MFU
+counts attention whole, and ``mfu_causal`` half of it; both are shares of the published bfloat16
+rate.
 """
 
 import argparse
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -30,57 +32,48 @@ import numpy as np
 
 import jllama
 from jllama.config import LoraConfig
-from jllama.data.batches import text_batch
-from jllama.decode_params import decode_layout
 from jllama.devices import peak_bytes, peak_flops, program_bytes
 from jllama.functional import ATTENTION, Mask
 from jllama.lora import held
-from jllama.model import KVCache, build_model, initial_params
 from jllama.parameters import map_by_path, parameter_table, shape_of, training_flops_per_token
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT_TOKENS = 701
+Row = dict[str, Any]
 ONE_B = {"preset": "llama3.2-1b", "batch": 4, "seq": 4096, "remat": "dots"}
 EIGHT_B = {"preset": "llama3.1-8b", "batch": 2, "seq": 8192, "remat": "block", "layers": 8}
+FOUR_LAYERS = {"preset": "llama3.2-1b", "batch": 2, "seq": 2048, "remat": "dots", "layers": 4}
 ADAPTERS = {"preset": "llama3.1-8b", "batch": 4, "seq": 2048, "remat": "block"}
-CASES: list[dict[str, Any]] = [
+DECODING = {"preset": "llama3.2-1b", "seq": 1024}
+CASES: list[Row] = [
     {"case": "rates"},
     {"case": "train", **ONE_B},
     {"case": "train", **ONE_B, "deterministic": False},
     {"case": "train", **EIGHT_B},
     {"case": "adapters", **ADAPTERS, "base": "nf4"},
-    {
-        "case": "equal",
-        "preset": "llama3.2-1b",
-        "layers": 4,
-        "batch": 2,
-        "seq": 2048,
-        "remat": "dots",
-    },
+    {"case": "equal", **FOUR_LAYERS},
     {"case": "attention", "shape": [4, 32, 8, 4096, 64]},
-    {"case": "decode", "preset": "llama3.2-1b", "batch": 1, "seq": 1024},
-    {"case": "decode", "preset": "llama3.2-1b", "batch": 64, "seq": 1024},
+    {"case": "decode", **DECODING, "batch": 1},
+    {"case": "decode", **DECODING, "batch": 64},
     {"case": "prefill", "preset": "llama3.1-8b", "seq": 4096},
     {"case": "train", **ONE_B, "attention": "triton"},
     {"case": "train", **ONE_B, "remat": "none"},
     {"case": "adapters", **ADAPTERS, "base": "bfloat16"},
     {"case": "attention", "shape": [2, 32, 8, 8192, 128]},
-    {"case": "decode", "preset": "llama3.2-1b", "batch": 1, "seq": 1024, "quantize": "int8"},
+    {"case": "decode", **DECODING, "batch": 1, "quantize": "int8"},
 ]
 
 
-def model_of(case: dict[str, Any]) -> jllama.LlamaConfig:
+def model_of(case: Row) -> jllama.LlamaConfig:
     if "preset" not in case:
         return jllama.LlamaConfig(512, 2, 64, 4, 2, 16, 128, max_seq_len=case["seq"])
     model = jllama.preset(case["preset"])
-    return dataclasses.replace(
-        model,
-        num_layers=case.get("layers", model.num_layers),
-        max_seq_len=max(case["seq"], model.max_seq_len),
-    )
+    num_layers = case.get("layers", model.num_layers)
+    max_seq_len = max(case["seq"], model.max_seq_len)
+    return dataclasses.replace(model, num_layers=num_layers, max_seq_len=max_seq_len)
 
 
-def config_of(case: dict[str, Any], **options: Any) -> jllama.TrainConfig:
+def config_of(case: Row, **options: Any) -> jllama.TrainConfig:
     loop = jllama.LoopConfig(
         batch_size=case["batch"],
         seq_len=case["seq"],
@@ -92,24 +85,24 @@ def config_of(case: dict[str, Any], **options: Any) -> jllama.TrainConfig:
 
 
 def seconds(function: Callable[..., Any], *arguments: Any, times: int = 10) -> float:
-    """The median of five of a call's time, each of several calls in a row."""
+    """Return the seconds of a call: the median of five measurements of ``times`` calls in a row."""
     jax.block_until_ready(function(*arguments))
-    taken = []
+    measured = []
     for _ in range(5):
         start_s = time.perf_counter()
         for _ in range(times):
             result = function(*arguments)
         jax.block_until_ready(result)
-        taken.append((time.perf_counter() - start_s) / times)
-    return statistics.median(taken)
+        measured.append((time.perf_counter() - start_s) / times)
+    return statistics.median(measured)
 
 
-def rates(case: dict[str, Any]) -> dict[str, Any]:
-    """A large product and a long copy, the best of several."""
-    side, length = case.get("side", 8192), case.get("length", 2**30)
+def rates(case: Row) -> Row:
+    """Measure a large product and a long copy, the best of three each."""
+    side = case.get("side", 8192)
     square = jnp.ones((side, side), jnp.bfloat16)
     product_s = min(seconds(jax.jit(jnp.matmul), square, square) for _ in range(3))
-    line = jnp.ones(length, jnp.bfloat16)
+    line = jnp.ones(case.get("length", 2**30), jnp.bfloat16)
     copy_s = min(seconds(jax.jit(lambda line: line + 1), line) for _ in range(3))
     return {
         "product_flops_per_s": 2 * side**3 / product_s,
@@ -117,8 +110,13 @@ def rates(case: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def attention(case: dict[str, Any]) -> dict[str, Any]:
-    """Packed rows of eight documents: milliseconds, and errors against float32 in blocks, of each that serves them."""
+def attention(case: Row) -> Row:
+    """Measure every kernel that runs here, on packed rows of eight documents.
+
+    Returns:
+        Milliseconds of the forward pass and of both passes by kernel, and the largest relative
+        error against the blocked kernel in float32, which is measured on the first row.
+    """
     batch, heads, kv_heads, seq, head_dim = case["shape"]
     rng = np.random.default_rng(0)
     arrays = [
@@ -129,79 +127,84 @@ def attention(case: dict[str, Any]) -> dict[str, Any]:
     for row in starts:
         row[rng.choice(seq, 7, replace=False)] = 1
     segments = jnp.asarray(starts.cumsum(axis=1))
-    mask = Mask(query_segments=segments, key_segments=segments)
 
-    def both(name: str, dtype: Any, rows: int) -> tuple[Callable[..., Any], list[Any]]:
-        own = mask._replace(query_segments=segments[:rows], key_segments=segments[:rows])
-
-        def values_and_gradients(query: Any, key: Any, value: Any, upstream: Any) -> Any:
-            call = lambda *heads: jllama.functional.attention(*heads, own, name)  # noqa: E731
-            mixed, back = jax.vjp(call, query, key, value)
-            return mixed, *back(upstream)
-
-        return jax.jit(values_and_gradients), [jnp.asarray(each[:rows], dtype) for each in arrays]
-
+    first_rows = [jnp.asarray(array[:1], jnp.float32) for array in arrays]
     with jax.default_matmul_precision("highest"):
-        function, inputs = both("blocked", jnp.float32, 1)
-        expected = [np.asarray(each, np.float64) for each in function(*inputs)]
+        expected = both_passes("blocked", segments[:1])(*first_rows)
+    inputs = [jnp.asarray(array, jnp.bfloat16) for array in arrays]
+    mask = Mask(query_segments=segments, key_segments=segments)
     rows = {}
-    platform_name = jax.devices()[0].platform
     for name, implementation in ATTENTION.items():
-        if (
-            name in ("reference", "xla")
-            or not implementation.backward
-            or implementation.platform not in ("", platform_name)
-        ):
+        runs_here = implementation.platform in ("", jax.devices()[0].platform)
+        if name in ("reference", "xla") or not implementation.backward or not runs_here:
             continue
         try:
-            function, inputs = both(name, jnp.bfloat16, batch)
-            found = [np.asarray(each[:1], np.float64) for each in function(*inputs)]
-            errors = [
-                np.linalg.norm(a - b) / np.linalg.norm(b)
-                for a, b in zip(found, expected, strict=True)
-            ]
-            forward = jax.jit(
-                lambda query, key, value, name=name: jllama.functional.attention(
-                    query, key, value, mask, name
-                )
-            )
+            function = both_passes(name, segments)
+            actual = function(*inputs)
+            forward = jax.jit(functools.partial(jllama.functional.attention, mask=mask, name=name))
             rows[name] = {
                 "forward_ms": 1e3 * seconds(forward, *inputs[:3]),
                 "both_ms": 1e3 * seconds(function, *inputs),
-                "largest_error": max(errors),
+                "largest_error": max(map(relative_error, actual, expected)),
             }
-        except Exception as error:  # what one cannot do is a result
+        except Exception as error:  # that a kernel fails is a result
             rows[name] = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
     return rows
 
 
-def steps(training: Any, state: Any, case: dict[str, Any], rows: int = 8) -> dict[str, Any]:
-    """A compiled step's speed, and its memory beside the plan."""
+def both_passes(name: str, segments: jax.Array) -> Callable[..., Any]:
+    """Return the jitted attention of a kernel with its gradients.
+
+    Its arguments are query, key, value and the gradient of the output.
+    """
+    mask = Mask(query_segments=segments, key_segments=segments)
+
+    def values_and_gradients(query: Any, key: Any, value: Any, upstream: Any) -> Any:
+        call = functools.partial(jllama.functional.attention, mask=mask, name=name)
+        mixed, back = jax.vjp(call, query, key, value)
+        return mixed, *back(upstream)
+
+    return jax.jit(values_and_gradients)
+
+
+def relative_error(actual: jax.Array, expected: jax.Array) -> float:
+    """Return the relative error of the first row, in the Euclidean norm."""
+    reference = np.asarray(expected, np.float64)
+    difference = np.asarray(actual[:1], np.float64) - reference
+    return np.linalg.norm(difference) / np.linalg.norm(reference)
+
+
+def steps(training: Any, state: Any, case: Row, rows: int = 8) -> Row:
+    """Measure a compiled step's speed, and its memory beside the plan."""
+    # 1. A batch of packed documents
     rng = np.random.default_rng(0)
     windows = rng.integers(2, model_of(case).vocab_size, (case["batch"], case["seq"] + 1), np.int32)
     windows[:, ::DOCUMENT_TOKENS] = 1
-    batch = jax.device_put(text_batch(windows, bos_id=1), training.batch_sharding)
-    starting = peak_bytes(jax.devices())
+    batch = jax.device_put(jllama.text_batch(windows, bos_id=1), training.batch_sharding)
+    # 2. The compiled step
+    peak_bytes_at_start = peak_bytes(jax.devices())
     start_s = time.perf_counter()
     step = training.step.lower(state, batch).compile()
     compile_s = time.perf_counter() - start_s
+    # 3. Its speed
     state, metrics = jax.block_until_ready(step(state, batch))
-    taken = []
+    measured = []
     for _ in range(3):
         start_s = time.perf_counter()
         for _ in range(rows):
             state, metrics = step(state, batch)
         jax.block_until_ready(metrics)
-        taken.append((time.perf_counter() - start_s) / rows)
-    step_s = statistics.median(taken)
+        measured.append((time.perf_counter() - start_s) / rows)
+    step_s = statistics.median(measured)
     tokens_per_s = case["batch"] * case["seq"] / step_s
-    shares, peak = (
-        training.trainable.shares,
-        peak_flops(jax.devices()[0].device_kind) or float("nan"),
-    )
+    # 4. Its share of the published rate
+    peak = peak_flops(jax.devices()[0].device_kind) or float("nan")
+    shares = training.trainable.shares
     whole = training_flops_per_token(model_of(case), case["seq"], shares)
     products = training_flops_per_token(model_of(case), 0, shares)
     text = step.as_text()
+    leaves = jax.tree.leaves(state.params)[:2]
+    content = b"".join(np.asarray(leaf).tobytes() for leaf in leaves)
     return {
         "step_s": step_s,
         "tokens_per_s": tokens_per_s,
@@ -209,132 +212,132 @@ def steps(training: Any, state: Any, case: dict[str, Any], rows: int = 8) -> dic
         "mfu_causal": tokens_per_s * (whole + products) / 2 / peak,
         "planned_bytes": sum(program_bytes(step)),
         "peak_bytes": peak_bytes(jax.devices()),
-        "peak_bytes_at_start": starting,
+        "peak_bytes_at_start": peak_bytes_at_start,
         "compile_s": compile_s,
         "kernels": [name for name in ("tokamax", "mha_forward", "__cudnn$fmha") if name in text],
         "loss": float(metrics.loss),
-        "bits": hashlib.sha256(
-            b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state.params)[:2])
-        ).hexdigest(),
+        "bits": hashlib.sha256(content).hexdigest(),
     }
 
 
-def train(case: dict[str, Any]) -> dict[str, Any]:
+def train(case: Row) -> Row:
     training = jllama.compile_training(config_of(case))
     return steps(training, jax.block_until_ready(training.init(jax.random.key(0))), case)
 
 
-def adapters(case: dict[str, Any]) -> dict[str, Any]:
-    """Adapters of rank 16; each weight of the base is drawn, and held in its final form before the next one is."""
-    config = config_of(
-        case, init_from="drawn", lora=LoraConfig(rank=case.get("rank", 16), base=case["base"])
-    )
+def adapters(case: Row) -> Row:
+    """Measure adapters of rank 16.
+
+    Each weight of the base is drawn and converted to its final form before the next one is drawn.
+    """
+    lora = LoraConfig(rank=case.get("rank", 16), base=case["base"])
+    config = config_of(case, init_from="drawn", lora=lora)
     training = jllama.compile_training(config)
-
-    def drawn(path: str, _: Any) -> Any:
-        shape = shape_of(parameter_table(config.model)[path], config.model)
-        make = jax.jit(lambda key: 0.02 * jax.random.normal(key, shape, jnp.bfloat16))
-        return jax.block_until_ready(
-            held(path, make(jax.random.key(len(path))), config.model, config.lora, jnp.bfloat16)
-        )
-
-    base = map_by_path(
-        drawn, jax.eval_shape(lambda: initial_params(jax.random.key(0), config.model))
-    )
+    model = config.model
+    shapes = jax.eval_shape(lambda: jllama.initial_params(jax.random.key(0), model))
+    base = map_by_path(lambda path, _: draw(path, model, lora), shapes)
     return steps(training, jax.block_until_ready(training.init(jax.random.key(0), base)), case)
 
 
-def equal(case: dict[str, Any]) -> dict[str, Any]:
-    """The bits after 25 steps, of two processes."""
-    words = [sys.executable, __file__, "--case", json.dumps({**case, "case": "train"})]
-    found = [
-        json.loads(
-            subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()[
-                -1
-            ]
-        )
-        for _ in "ab"
-    ]
-    return {
-        "equal": found[0]["bits"] == found[1]["bits"],
-        "bits": [each["bits"][:16] for each in found],
-    }
+def draw(path: str, model: jllama.LlamaConfig, lora: LoraConfig) -> Any:
+    """Return a random weight in the form of ``lora.base``."""
+    shape = shape_of(parameter_table(model)[path], model)
+    make = jax.jit(lambda key: 0.02 * jax.random.normal(key, shape, jnp.bfloat16))
+    weight = make(jax.random.key(len(path)))
+    return jax.block_until_ready(held(path, weight, model, lora, jnp.bfloat16))
 
 
-def decode_params(case: dict[str, Any]) -> Any:
+def equal(case: Row) -> Row:
+    """Compare the bits after 25 steps of two processes."""
+    bits = [run_case({**case, "case": "train"})["bits"] for _ in range(2)]
+    return {"equal": bits[0] == bits[1], "bits": [text[:16] for text in bits]}
+
+
+def decode_params(case: Row) -> tuple[jllama.LlamaConfig, Any]:
+    """Return a configuration, and random bfloat16 weights in the layout for decoding."""
     config = model_of(case)
-    draw = jax.jit(
-        lambda key: jax.tree.map(
-            lambda leaf: leaf.astype(jnp.bfloat16), initial_params(key, config)
-        )
-    )
-    return config, jax.jit(lambda params: decode_layout(params, config, case.get("quantize")))(
-        draw(jax.random.key(0))
-    )
+
+    def make(key: Any) -> Any:
+        params = jllama.initial_params(key, config)
+        return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+
+    params = jax.jit(make)(jax.random.key(0))
+    arrange = jax.jit(lambda params: jllama.decode_layout(params, config, case.get("quantize")))
+    return config, arrange(params)
 
 
-def decode(case: dict[str, Any]) -> dict[str, Any]:
-    """Milliseconds of a step of the bare loop, behind half of the context."""
+def decode(case: Row) -> Row:
+    """Measure a step of the bare loop, behind half of the context."""
     config, params = decode_params(case)
-    rows, length, count = case["batch"], case["seq"], case.get("count", 64)
-    cache = KVCache.zeros(config, rows, length, jnp.bfloat16)._replace(
-        lengths=jnp.full(rows, length // 2, jnp.int32)
-    )
-
-    def some_steps(params: Any, cache: Any, tokens: Any) -> Any:
-        def one(carry: Any, _: Any) -> Any:
-            cache, tokens = carry
-            llama = build_model(config, params)
-            hidden, cache = llama.decode(tokens, cache, jnp.ones(rows, jnp.int32))
-            return (cache, jnp.argmax(llama.logits(hidden), axis=-1).astype(jnp.int32)), None
-
-        return jax.lax.scan(one, (cache, tokens), length=count)[0][1]
-
-    step_s = (
-        seconds(jax.jit(some_steps), params, cache, jnp.ones((rows, 1), jnp.int32), times=2) / count
-    )
+    rows = case["batch"]
+    length = case["seq"]
+    count = case.get("count", 64)
+    lengths = jnp.full(rows, length // 2, jnp.int32)
+    cache = jllama.KVCache.zeros(config, rows, length, jnp.bfloat16)._replace(lengths=lengths)
+    tokens = jnp.ones((rows, 1), jnp.int32)
+    run = jax.jit(functools.partial(decode_steps, config, count))
+    step_s = seconds(run, params, cache, tokens, times=2) / count
     return {
         "step_ms": 1e3 * step_s,
         "tokens_per_s": rows / step_s,
-        "weights_bytes": sum(x.nbytes for x in jax.tree.leaves(params)),
+        "weights_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(params)),
     }
 
 
-def prefill(case: dict[str, Any]) -> dict[str, Any]:
-    """Milliseconds to the first token of one whole prompt."""
+def decode_steps(
+    config: jllama.LlamaConfig, count: int, params: Any, cache: Any, tokens: Any
+) -> Any:
+    """Return the tokens ``[rows, 1]`` after ``count`` greedy steps."""
+
+    def step(carry: Any, _: Any) -> Any:
+        cache, tokens = carry
+        llama = jllama.build_model(config, params)
+        hidden, cache = llama.decode(tokens, cache, jnp.ones(tokens.shape[0], jnp.int32))
+        return (cache, jnp.argmax(llama.logits(hidden), axis=-1).astype(jnp.int32)), None
+
+    return jax.lax.scan(step, (cache, tokens), length=count)[0][1]
+
+
+def prefill(case: Row) -> Row:
+    """Measure the time to the first token of one whole prompt."""
     config, params = decode_params(case)
     tokens = jnp.ones((1, case["seq"]), jnp.int32)
-
-    def first_token(params: Any, tokens: Any) -> Any:
-        llama, cache = (
-            build_model(config, params),
-            KVCache.zeros(config, 1, case["seq"], jnp.bfloat16),
-        )
-        hidden, _ = llama.decode(tokens, cache, jnp.full(1, case["seq"], jnp.int32), begins=True)
-        return jnp.argmax(llama.logits(hidden[:, -1:]))
-
-    return {"prefill_ms": 1e3 * seconds(jax.jit(first_token), params, tokens, times=2)}
+    run = jax.jit(functools.partial(first_token, config))
+    return {"prefill_ms": 1e3 * seconds(run, params, tokens, times=2)}
 
 
-def tiny(case: dict[str, Any]) -> dict[str, Any]:
-    """The case in shapes for any machine."""
-    small = {
-        "seq": 64,
-        "batch": min(case.get("batch", 1), 2),
-        "side": 128,
-        "length": 1024,
-        "count": 4,
-        "rank": 2,
-    }
-    kept = {name: value for name, value in case.items() if name not in ("preset", "layers")}
+def first_token(config: jllama.LlamaConfig, params: Any, tokens: Any) -> Any:
+    llama = jllama.build_model(config, params)
+    length = tokens.shape[1]
+    cache = jllama.KVCache.zeros(config, 1, length, jnp.bfloat16)
+    hidden, _ = llama.decode(tokens, cache, jnp.full(1, length, jnp.int32), begins=True)
+    return jnp.argmax(llama.logits(hidden[:, -1:]))
+
+
+def tiny(case: Row) -> Row:
+    """Return the case in shapes for any machine."""
+    small = {name: value for name, value in case.items() if name not in ("preset", "layers")}
+    small |= {"seq": 64, "batch": min(case.get("batch", 1), 2), "rank": 2}
+    small |= {"side": 128, "length": 1024, "count": 4}
     if case.get("attention") == "triton":
-        kept["attention"] = "blocked"
-    return {**kept, **small, **({"shape": [2, 4, 2, 128, 16]} if "shape" in case else {})}
+        small["attention"] = "blocked"
+    if "shape" in case:
+        small["shape"] = [2, 4, 2, 128, 16]
+    return small
+
+
+def run_case(case: Row) -> Row:
+    """Measure a case in a process of its own; return the end of its messages if it fails."""
+    words = [sys.executable, __file__, "--case", json.dumps(case)]
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        return {"error": done.stderr.strip()[-500:]}
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--case", type=json.loads, help="one case as JSON, whose row is printed")
+    parser.add_argument("--case", type=json.loads, help="one case as JSON; its row is printed")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes")
     parser.add_argument(
         "--seconds", type=float, default=560, help="begin no case that might end after this"
@@ -345,47 +348,44 @@ def main() -> None:
         print(json.dumps(globals()[options.case["case"]](options.case)))
         return
 
-    start_s, rows, left = time.perf_counter(), [], []
+    start_s = time.perf_counter()
+    rows = []
+    left_out = []
     for case in CASES:
         if time.perf_counter() - start_s > options.seconds - 60:
-            left.append(case)
+            left_out.append(case)
             continue
-        own = tiny(case) if options.smoke else case
-        done = subprocess.run(
-            [sys.executable, __file__, "--case", json.dumps(own)], capture_output=True, text=True
-        )
-        failed = {"error": done.stderr.strip()[-500:]}
-        rows.append(
-            {
-                **own,
-                "result": failed if done.returncode else json.loads(done.stdout.splitlines()[-1]),
-            }
-        )
+        shown = tiny(case) if options.smoke else case
+        rows.append({**shown, "result": run_case(shown)})
         print(json.dumps(rows[-1]), flush=True)
-        result = {"rows": rows, "left_out": left, "machine": machine()}
+        result = {"rows": rows, "left_out": left_out, "machine": machine()}
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{len(left)} cases were left out for want of time: {left}")
+    print(f"{len(left_out)} cases were left out for lack of time: {left_out}")
 
 
 def machine() -> dict[str, str]:
-    """The device and what ran on it, asked in a process that ends, so that it holds none of the device's memory."""
-    ask = "import jax; from jllama.devices import describe_driver as driver; device = jax.devices()[0]; "
-    words = [sys.executable, "-c", f"{ask}print(device.device_kind, driver(device), sep='|')"]
-    said = subprocess.run(words, capture_output=True, text=True).stdout
-    kind, _, driver = said.strip().partition("|")
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
+    """Describe the device and the software.
+
+    A process that ends asks the device, so that none of the device's memory stays in use.
+    """
+    code = (
+        "import jax; from jllama.devices import describe_driver; device = jax.devices()[0]; "
+        "print(device.device_kind, describe_driver(device), sep='|')"
+    )
+    kind, _, driver = output_of(sys.executable, "-c", code).partition("|")
     packages = [name for name in ("jax", "tokamax", "qwix") if importlib.util.find_spec(name)]
-    versions = {name: importlib.metadata.version(name) for name in packages}
     return {
         "device": kind,
         "driver": driver,
-        "commit": commit,
+        "commit": output_of("git", "rev-parse", "HEAD"),
         "python": platform.python_version(),
-        **versions,
+        **{name: importlib.metadata.version(name) for name in packages},
     }
+
+
+def output_of(*words: str) -> str:
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 if __name__ == "__main__":
