@@ -11,7 +11,7 @@ from flax.traverse_util import flatten_dict
 from rich.console import Console
 
 from jllama import distributed, files
-from jllama.checkpoints.huggingface import write_chat_files
+from jllama.checkpoints.chat_files import write_chat_files
 from jllama.checkpoints.run import CHECKPOINTS, CONFIG, METRICS, SAMPLES
 from jllama.checkpoints.run_checkpoints import RunCheckpoints
 from jllama.checkpoints.tensors import Checkpoint, base_fingerprint, load_params
