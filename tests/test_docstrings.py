@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import pkgutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +41,9 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("examples")
     config = jllama.LlamaConfig(vocab_size=300, num_layers=1, embed_dim=32)
     params = jllama.initial_params(jax.random.key(0), config)
-    jllama.save(jllama.LanguageModel(config, params, BytesTokenizer()), folder / "smollm2", "hf")
+    template = (Path(__file__).parent / "templates/stock/smollm2.jinja").read_text()
+    model = jllama.LanguageModel(config, params, BytesTokenizer(), template)
+    jllama.save(model, folder / "smollm2", "hf")
     (folder / "my_texts").mkdir()
     for number in range(40):
         text = f"The {number}th fox jumps over the lazy dog. " * 5
