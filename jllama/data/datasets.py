@@ -29,8 +29,8 @@ class Dataset:
     A split is a memory-mapped array of documents, each as BOS, its tokens, EOS. ``fingerprint``
     identifies the files, the split, the tokenizer and the other options that change the tokens.
 
-    ``counts`` is the content of ``counts.json``: for each split the ``tokens`` with BOS and EOS, the
-    ``documents`` and the ``bytes`` of UTF-8 text; and ``gzip_bytes``, to which ``gzip -9``
+    ``counts`` is the content of ``counts.json``: for each split the ``tokens`` (with BOS and EOS),
+    the ``documents`` and the ``bytes`` of UTF-8 text; and ``gzip_bytes``, to which ``gzip -9``
     compresses the first ``gzip_of_bytes`` bytes of the validation text.
     """
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jllama.data.config import DataConfig
-from jllama.data.corpus import Document, Findings, cached, corpus_files, read_corpus
+from jllama.data.corpus import Document, Findings, corpus_files, read_corpus, write_cached
 from jllama.data.datasets import Dataset
 from jllama.errors import JllamaError
 from jllama.files import cache_folder, fault_of
@@ -90,7 +90,7 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
             folder = cache / f"bpe-{key[:16]}"
             if not folder.exists():
                 with (
-                    cached(folder) as partial,
+                    write_cached(folder) as partial,
                     progress("learning a vocabulary", num_bytes, of_bytes=True) as advance,
                 ):
                     blocks = read_blocks(advance)
@@ -104,7 +104,7 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
     folder = cache / f"tokens-{fingerprint[:16]}"
     if not folder.exists():
         with (
-            cached(folder) as partial,
+            write_cached(folder) as partial,
             progress("tokenizing", num_bytes, of_bytes=True) as advance,
         ):
             partial.mkdir()

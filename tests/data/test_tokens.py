@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jllama.data import corpus as corpora
 from jllama.data import tokens
 from jllama.data.config import DataConfig
-from jllama.data.corpus import cut
+from jllama.data.corpus import cut_blocks
 from jllama.data.tokens import SPLITS, prepare_data
 from jllama.errors import JllamaError, UsageError
 from jllama.tokenizers import BytesTokenizer, as_huggingface, train_sentencepiece
@@ -158,7 +158,7 @@ TOKENIZERS = {
 
 
 def blocks_of(text, step):
-    return list(cut(text[start : start + step] for start in range(0, len(text), step)))
+    return list(cut_blocks(text[start : start + step] for start in range(0, len(text), step)))
 
 
 def ids_in_blocks(tokenizer, texts):

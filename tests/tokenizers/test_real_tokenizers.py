@@ -127,7 +127,9 @@ def test_a_corpus_in_blocks_has_the_ids_of_the_whole_text(name, end, request, mo
     tokenizer = request.getfixturevalue(name)
     monkeypatch.setattr(corpus, "BLOCK", 500)
     text = Path(inspect.__file__).read_text("utf-8").replace("\n", end) + end.join(HARD)
-    first, *rest = corpus.cut(text[start : start + 500] for start in range(0, len(text), 500))
+    first, *rest = corpus.cut_blocks(
+        text[start : start + 500] for start in range(0, len(text), 500)
+    )
     assert len(rest) > 100
     assert tokenizer.encode(first) + [
         id for block in rest for id in tokens.encode_rest(tokenizer, block)
