@@ -352,7 +352,7 @@ def test_ranks_that_are_none(tmp_path, change, said):
     [
         ({"tokenizer.ggml.pre": "qwen2"}, "'qwen2'"),
         ({"tokenizer.ggml.model": "bert"}, "'bert'"),
-        ({"tokenizer.ggml.model": 3}, "an odd tokenizer.ggml.model"),
+        ({"tokenizer.ggml.model": 3}, "a wrong type of tokenizer.ggml.model"),
         ({"tokenizer.ggml.tokens": None}, "no tokenizer.ggml.tokens"),
         ({"tokenizer.ggml.token_type": [1]}, "types of tokens"),
         ({"tokenizer.ggml.token_type": [9] * 410}, "types of tokens other than 1 to 6"),
@@ -363,12 +363,12 @@ def test_ranks_that_are_none(tmp_path, change, said):
         ({"tokenizer.ggml.tokens": ["\udc80"] * 410}, "not text in UTF-8"),
         ({"tokenizer.ggml.tokens": [7] * 410}, "not text in UTF-8"),
         ({"tokenizer.ggml.eos_token_id": 405}, r"has \d+ tokens, but BOS and EOS are 1 and 405"),
-        ({"tokenizer.ggml.merges": [None]}, "which are no tokens"),
+        ({"tokenizer.ggml.merges": [None]}, "which are not tokens"),
         ({"tokenizer.ggml.bos_token_id": 10_000}, "BOS and EOS are 10000"),
-        ({"tokenizer.ggml.bos_token_id": True}, "an odd tokenizer.ggml.bos_token_id"),
-        ({"tokenizer.ggml.eos_token_id": False}, "an odd tokenizer.ggml.eos_token_id"),
-        ({"tokenizer.ggml.merges": ["a"]}, "which are no tokens"),
-        ({"tokenizer.ggml.merges": ["zz zz"]}, "which are no tokens"),
+        ({"tokenizer.ggml.bos_token_id": True}, "a wrong type of tokenizer.ggml.bos_token_id"),
+        ({"tokenizer.ggml.eos_token_id": False}, "a wrong type of tokenizer.ggml.eos_token_id"),
+        ({"tokenizer.ggml.merges": ["a"]}, "which are not tokens"),
+        ({"tokenizer.ggml.merges": ["zz zz"]}, "which are not tokens"),
     ],
 )
 def test_metadata_that_describe_no_tokenizer(change, said):
@@ -697,7 +697,7 @@ def test_gguf_whose_eos_is_not_marked_as_a_control_token():
         ({"unknown_token_id": 400}, "lacks an unknown token"),
         ({"unknown_token_id": 5}, "lacks an unknown token"),
         ({"token_type": [2, 3, 3] + [TokenType.NORMAL] * 397}, "256 byte tokens"),
-        ({"add_space_prefix": 1}, "an odd tokenizer.ggml.add_space_prefix"),
+        ({"add_space_prefix": 1}, "a wrong type of tokenizer.ggml.add_space_prefix"),
     ],
 )
 def test_metadata_that_describe_no_sentencepiece_model(change, said):
