@@ -178,15 +178,14 @@ def validation_batches(
     # A window that is missing in the last batch starts beyond the last token.
     starts = np.full((-(-count // batch_size), batch_size), len(tokens))
     starts.flat[:count] = np.arange(count) * num_windows // count * seq_len
-    return (_validation_batch(tokens, bos_id, seq_len, row_starts) for row_starts in starts)
 
+    def read_windows(starts: np.ndarray) -> Batch:
+        positions = starts[:, None] + np.arange(seq_len + 1)
+        is_inside = positions < len(tokens)
+        windows = np.where(is_inside, tokens[np.minimum(positions, len(tokens) - 1)], 0)
+        return text_batch(windows, bos_id, is_inside)
 
-def _validation_batch(tokens: _Tokens, bos_id: int, seq_len: int, starts: np.ndarray) -> Batch:
-    """Read one window of ``seq_len + 1`` tokens from each start; places beyond the text are 0."""
-    positions = starts[:, None] + np.arange(seq_len + 1)
-    is_inside = positions < len(tokens)
-    windows = np.where(is_inside, tokens[np.minimum(positions, len(tokens) - 1)], 0)
-    return text_batch(windows, bos_id, is_inside)
+    return map(read_windows, starts)
 
 
 def chat_batches(

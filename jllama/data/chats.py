@@ -4,7 +4,7 @@ import functools
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +27,9 @@ from jllama.files import fault_of
 from jllama.progress import progress
 from jllama.templates.messages import conversation_tokens, openai_messages
 from jllama.tokenizers import Tokenizer
+
+Form = tuple[str, ...]
+"""The fields that a record has."""
 
 CACHE_VERSION = 2  # raise it when the files below, or the tokens that count, change
 PAIR = ("chosen", "rejected")
@@ -63,7 +66,7 @@ class Record(NamedTuple):
     """A line or row of a file of chats."""
 
     where: str  # the file and the line, row or element
-    form: tuple[str, ...]  # one of ``FORMS``, ``SHAREGPT`` or ``ALPACA``
+    form: Form  # one of ``FORMS``, ``SHAREGPT`` or ``ALPACA``
     fields: dict[str, Any]  # its known fields that are not null
 
 
@@ -89,7 +92,7 @@ def data_task(config: DataConfig) -> str:
 
 
 def read_records(
-    files: Iterable[Path], forms: Sequence[tuple[str, ...]] = FORMS, findings: Findings = FAIL_FAST
+    files: Iterable[Path], forms: Sequence[Form] = FORMS, findings: Findings = FAIL_FAST
 ) -> Iterator[Record]:
     """Yield the records of these forms in files of JSON Lines, a JSON array or Parquet.
 
@@ -110,9 +113,7 @@ def read_records(
                 yield Record(where, check(where, known), known)
 
 
-def _form_of(
-    forms: Sequence[tuple[str, ...]], where: str, fields: dict[str, Any]
-) -> tuple[str, ...]:
+def _form_of(forms: Sequence[Form], where: str, fields: dict[str, Any]) -> Form:
     """Return the form of a record with these fields; raise ``JllamaError`` if there is none."""
     others = (SHAREGPT, ALPACA) if MESSAGES in forms else ()
     for form in (*forms[:-1], *others, forms[-1]):
@@ -276,24 +277,9 @@ def prepare_chats(
 
     # 2. Tokenize the records, unless they are in the cache.
     if not folder.exists():
-        findings = Findings(config.bad_rows)
         forms = FORMS[:1] if is_pairs else FORMS[1:]
-        records = (
-            (source, record)
-            for source, files in enumerate(sources.values())
-            for record in read_records(files.values(), forms, findings)
-        )
-        with write_cached(folder) as partial, progress("tokenizing conversations") as advance:
-            partial.mkdir()
-            _write_chats(
-                partial,
-                records,
-                lambda record: record_tokens(record, tokenizer, template, stop_ids, findings.notes),
-                findings,
-                window,
-                config.too_long == "drop",
-                advance,
-            )
+        with write_cached(folder) as partial:
+            _write_chats(partial, sources, forms, config, tokenizer, template, stop_ids, window)
 
     # 3. Open the cache.
     advice = f"{folder} must be deleted, since it does not hold what was written there"
@@ -339,37 +325,44 @@ def prepare_chats(
 
 def _write_chats(
     folder: Path,
-    records: Iterable[tuple[int, Record]],
-    encode: Callable[[Record], list[_Side]],
-    findings: Findings,
+    sources: dict[str, dict[str, Path]],
+    forms: Sequence[Form],
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    template: str | None,
+    stop_ids: Sequence[int],
     window: int,
-    drops_long: bool,
-    advance: Callable[[int], None],
 ) -> None:
-    """Write ``tokens.bin``, an entry of each side to ``entries.npy``, and ``notes.json``.
+    """Write ``tokens.bin``, an entry for each side in ``entries.npy``, and ``notes.json``.
 
-    ``records`` come with the number of their source. Every side is cut to ``window`` tokens.
+    Every side is cut to ``window`` tokens, also one that is dropped.
     """
+    folder.mkdir()
+    findings = Findings(config.bad_rows)
     entries = []
     start = 0
-    with (folder / "tokens.bin").open("wb") as file:
-        for source, record in records:
-            sides = []
-            with findings.noted():
-                sides = encode(record)
-            text = json.dumps(record.fields, sort_keys=True, default=str).encode()
-            fraction = int.from_bytes(hashlib.sha256(text).digest()[:8]) / 2**64
-            is_cut = [len(ids) > window for ids, _ in sides]
-            # The first token has none before it that could predict it.
-            sides = [(ids[:window], [False, *counted[1:window]]) for ids, counted in sides]
-            is_lost = not all(any(counted) for _, counted in sides)
-            findings.notes[LOST] += is_lost
-            is_dropped = is_lost or (drops_long and any(is_cut))
-            for (ids, counted), cut in zip(sides, is_cut, strict=True):
-                file.write(np.array([*zip(ids, counted, strict=True)], _TOKEN).tobytes())
-                size = len(ids)
-                entries.append((fraction, source, start, size, sum(counted), cut, is_dropped))
-                start += size
-            advance(1)
+    with (
+        progress("tokenizing conversations") as advance,
+        (folder / "tokens.bin").open("wb") as file,
+    ):
+        for source, files in enumerate(sources.values()):
+            for record in read_records(files.values(), forms, findings):
+                sides = []
+                with findings.noted():
+                    sides = record_tokens(record, tokenizer, template, stop_ids, findings.notes)
+                text = json.dumps(record.fields, sort_keys=True, default=str).encode()
+                fraction = int.from_bytes(hashlib.sha256(text).digest()[:8]) / 2**64
+                is_cut = [len(ids) > window for ids, _ in sides]
+                # The first token is no target, because none before it predicts it.
+                sides = [(ids[:window], [False, *counted[1:window]]) for ids, counted in sides]
+                is_lost = not all(any(counted) for _, counted in sides)
+                findings.notes[LOST] += is_lost
+                is_dropped = is_lost or (config.too_long == "drop" and any(is_cut))
+                for (ids, counted), cut in zip(sides, is_cut, strict=True):
+                    file.write(np.array([*zip(ids, counted, strict=True)], _TOKEN).tobytes())
+                    size = len(ids)
+                    entries.append((fraction, source, start, size, sum(counted), cut, is_dropped))
+                    start += size
+                advance(1)
     np.save(folder / "entries.npy", np.array(entries, _ENTRY))
     (folder / "notes.json").write_text(json.dumps(findings.finish()))

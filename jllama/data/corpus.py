@@ -102,7 +102,9 @@ class Findings:
         lines = [title, *self.problems[:MAX_NAMED]]
         if self.policy == "skip":
             return lines + notes
-        raise JllamaError(*(lines if len(self.problems) > 1 else self.problems))
+        if len(self.problems) == 1:
+            lines = self.problems
+        raise JllamaError(*lines)
 
 
 FAIL_FAST = Findings()
@@ -347,11 +349,10 @@ def _block_end(text: str) -> int:
 
 def _check_text(field: str, place: str, types: dict[str, str]) -> None:
     """Raise ``JllamaError`` unless ``field`` is one of the fields, with a type that is text."""
-    actual = types.get(field)
-    if actual and _TEXT_TYPE.match(actual):
-        return
-    problem = f"a {actual} in" if actual else "no"
     texts = [name for name, kind in types.items() if _TEXT_TYPE.match(kind)]
+    if field in texts:
+        return
+    problem = f"a {types[field]} in" if field in types else "no"
     advice = f"set data.text_field to one of {texts}"
     if "messages" in types:
         advice = "'messages' make it a chat: set data.task to chat"

@@ -112,7 +112,10 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
     advice = f"{folder} must be deleted, since it does not hold what was written there"
     with fault_of(advice, OSError, ValueError, KeyError, TypeError):
         counts = json.loads((folder / "counts.json").read_text())
-        train, validation = (_open_tokens(folder, split, counts) for split in SPLITS)
+        train, validation = (
+            np.memmap(folder / f"{split}.bin", counts["dtype"], "r", shape=counts[split]["tokens"])
+            for split in SPLITS
+        )
         notes = counts.get("notes", ())
         return Dataset(tokenizer, train, validation, fingerprint, counts, tuple(notes))
 
@@ -127,11 +130,6 @@ def _read_blocks(
         advance(len(block.text.encode()))
         yield block
     notes[:] = findings.finish()
-
-
-def _open_tokens(folder: Path, split: str, counts: Mapping[str, Any]) -> np.memmap:
-    size = counts[split]["tokens"]
-    return np.memmap(folder / f"{split}.bin", counts["dtype"], "r", shape=(size,))
 
 
 def split_documents(documents: Iterable[Document], validation_fraction: float) -> Iterator[Block]:
@@ -210,9 +208,8 @@ def _write_tokens(
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     counts = {split: collections.Counter(tokens=0, documents=0, bytes=0) for split in SPLITS}
     held_out = bytearray()
-    groups = _group_blocks(_count_blocks(blocks, counts, held_out))
     encode = functools.partial(_encode_group, tokenizer, dtype)
-    for ids in _ordered_map(encode, groups):
+    for ids in _ordered_map(encode, _group_blocks(blocks, counts, held_out)):
         for split in SPLITS:
             with (folder / f"{split}.bin").open("ab") as file:
                 file.write(ids[split].data)
@@ -230,25 +227,21 @@ def _write_tokens(
     (folder / "counts.json").write_text(json.dumps(report, indent=2) + "\n")
 
 
-def _count_blocks(
+def _group_blocks(
     blocks: Iterable[Block], counts: Mapping[str, collections.Counter[str]], held_out: bytearray
-) -> Iterator[Block]:
-    """Pass blocks on; add up their ``counts``, and fill ``held_out`` with validation text."""
+) -> Iterator[list[Block]]:
+    """Yield consecutive blocks in groups of at least ``CHUNK_CHARS`` characters.
+
+    The last group may be smaller. The blocks are added to ``counts``, and their validation text to
+    ``held_out``.
+    """
+    group = []
+    num_chars = 0
     for block in blocks:
         data = block.text.encode()
         counts[block.split].update(documents=int(block.starts), bytes=len(data))
         if block.split == "validation":
             held_out += data[: GZIP_LIMIT - len(held_out)]
-        yield block
-
-
-def _group_blocks(blocks: Iterable[Block]) -> Iterator[list[Block]]:
-    """Yield consecutive blocks in groups of at least ``CHUNK_CHARS`` characters; the last may
-    be smaller.
-    """
-    group = []
-    num_chars = 0
-    for block in blocks:
         group.append(block)
         num_chars += len(block.text)
         if num_chars >= CHUNK_CHARS:

@@ -1,8 +1,8 @@
 """The program with which ``jllama.templates.template`` renders, in a process of its own.
 
 It is started by its path. Its arguments are the bytes of memory that it may use and the folders
-that jinja2 is in. It ends when its stdin ends. Requests and replies are lines of JSON. The functions
-that a template may use are those of transformers, ``utils/chat_template_utils.py``.
+that jinja2 is in. It ends when its stdin ends. Requests and replies are lines of JSON. A template
+may use the functions that transformers gives it, ``utils/chat_template_utils.py``.
 """
 
 import contextlib

@@ -25,6 +25,7 @@ from jllama.tokenizers.base import (
 from jllama.tokenizers.tiktoken import PATTERN
 
 CONFIG_NAME = "tokenizer_config.json"
+_CONFIG_NAMES = (CONFIG_NAME, "generation_config.json", "config.json")
 _NOT_LLAMAS = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
 
 _SPLIT = {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False}
@@ -110,10 +111,28 @@ class HuggingFaceTokenizer(Tokenizer):
         self.vocab_size = max(library.get_vocab(with_added_tokens=True).values(), default=0) + 1
         self.bos_id = bos_id
         self.eos_id = eos_id
-        _check_library(library, self.vocab_size, bos_id, eos_id, source)
+
+        # 2. Check that a Llama may have such a tokenizer.
+        model = library.model
+        if not isinstance(model, tokenizers.models.BPE):
+            raise JllamaError(f"{source} is a {type(model).__name__} tokenizer; a Llama's is a BPE")
+        for name in _NOT_LLAMAS:
+            if getattr(model, name):
+                raise JllamaError(
+                    f"{source} is a BPE with {name} {getattr(model, name)!r}, which no Llama has"
+                )
+        if self.vocab_size > MAX_SIZES["vocab_size"]:
+            raise JllamaError(
+                f"{source} has the token id {self.vocab_size - 1}, which no Llama has: "
+                "it is damaged"
+            )
+        if not 0 <= min(bos_id, eos_id) <= max(bos_id, eos_id) < self.vocab_size:
+            raise JllamaError(
+                f"{source} has {self.vocab_size} tokens, but BOS and EOS are {bos_id} and {eos_id}"
+            )
         self.texts = [library.id_to_token(id) or "" for id in range(self.vocab_size)]
 
-        # 2. Make the post-processor agree with add_bos, since other readers of the file use it.
+        # 3. Make the post-processor agree with add_bos, since other readers of the file use it.
         self.add_bos = begins_with_bos if add_bos is None else add_bos
         if self.add_bos != begins_with_bos:
             content = json.loads(text)
@@ -122,7 +141,7 @@ class HuggingFaceTokenizer(Tokenizer):
             text = json.dumps(content, ensure_ascii=False)
         self.content = text.encode()
 
-        # 3. Find the special tokens. In the library's encode they are text like any other.
+        # 4. Find the special tokens. In the library's encode they are text like any other.
         library.encode_special_tokens = True
         library.add_special_tokens([self.texts[bos_id], self.texts[eos_id]])
         self.added = library.get_added_tokens_decoder()
@@ -294,27 +313,6 @@ class HuggingFaceTokenizer(Tokenizer):
         return hashlib.sha256(ends.encode() + self.content).hexdigest()
 
 
-def _check_library(
-    library: tokenizers.Tokenizer, vocab_size: int, bos_id: int, eos_id: int, source: str
-) -> None:
-    """Raise ``JllamaError`` unless it is a BPE with settings and a size that a Llama may have."""
-    model = library.model
-    if not isinstance(model, tokenizers.models.BPE):
-        raise JllamaError(f"{source} is a {type(model).__name__} tokenizer; a Llama's is a BPE")
-    for name in _NOT_LLAMAS:
-        value = getattr(model, name)
-        if value:
-            raise JllamaError(f"{source} is a BPE with {name} {value!r}, which no Llama has")
-    if vocab_size > MAX_SIZES["vocab_size"]:
-        raise JllamaError(
-            f"{source} has the token id {vocab_size - 1}, which no Llama has: it is damaged"
-        )
-    if not 0 <= min(bos_id, eos_id) <= max(bos_id, eos_id) < vocab_size:
-        raise JllamaError(
-            f"{source} has {vocab_size} tokens, but BOS and EOS are {bos_id} and {eos_id}"
-        )
-
-
 def load_huggingface_tokenizer(path: Path) -> HuggingFaceTokenizer:
     """Read a ``tokenizer.json``.
 
@@ -335,45 +333,44 @@ def load_huggingface_tokenizer(path: Path) -> HuggingFaceTokenizer:
         content = json.loads(text)
         ids_by_text = dict(content["model"]["vocab"])
         ids_by_text |= {token["content"]: token["id"] for token in content.get("added_tokens", ())}
-    contents = {}
-    for name in (CONFIG_NAME, "generation_config.json", "config.json"):
-        file = path.with_name(name)
-        contents[file] = read_json_object(file) if has_file(file) else {}
-    eos_id = _special_id("eos", ids_by_text, contents)
-    bos_id = _special_id("bos", ids_by_text, contents)
+    files = [path.with_name(name) for name in _CONFIG_NAMES]
+    contents = [read_json_object(file) if has_file(file) else {} for file in files]
+    eos_id = _special_id("eos", ids_by_text, files, contents)
+    bos_id = _special_id("bos", ids_by_text, files, contents)
     if eos_id is None:
         raise JllamaError(
             f"neither {path} nor the files beside it say which token is EOS: "
             f"add it to {CONFIG_NAME}"
         )
-    config_path = path.with_name(CONFIG_NAME)
-    add_bos = contents[config_path].get("add_bos_token")
+    add_bos = contents[0].get("add_bos_token")
     if not isinstance(add_bos, bool | None):
-        raise JllamaError(f"{config_path} has add_bos_token {add_bos!r}; it must be true or false")
+        raise JllamaError(f"{files[0]} has add_bos_token {add_bos!r}; it must be true or false")
     if bos_id is None:
         bos_id = eos_id  # GPT-2's kind has one token for both
     return HuggingFaceTokenizer(text, bos_id, eos_id, add_bos, str(path))
 
 
-def _special_id(name: str, ids_by_text: dict[Any, int], contents: dict[Path, Json]) -> int | None:
-    """Return the id of ``bos`` or ``eos`` by the first file that names it, or None.
+def _special_id(
+    name: str, ids_by_text: dict[Any, int], files: list[Path], contents: list[Json]
+) -> int | None:
+    """Return the id of ``bos`` or ``eos``, or None if no file of ``_CONFIG_NAMES`` names it.
 
-    The first file has the token's text, the others have its id.
+    The first file has the token's text, the others have its id. The first one that names it counts.
     """
-    first, *others = contents
-    token = contents[first].get(f"{name}_token")
+    config, *others = contents
+    token = config.get(f"{name}_token")
     if isinstance(token, dict):
         token = token.get("content")
     if not isinstance(token, str | None):
-        raise JllamaError(f"{first} has {name}_token {str(token)[:100]}; it must be a text")
+        raise JllamaError(f"{files[0]} has {name}_token {str(token)[:100]}; it must be a text")
     ids: list[Any] = [ids_by_text.get(token)]
-    for file in others:
-        value = contents[file].get(f"{name}_token_id")
-        ids.append(value[0] if isinstance(value, list) and value else value)
+    for other in others:
+        id = other.get(f"{name}_token_id")
+        ids.append(id[0] if isinstance(id, list) and id else id)
     id = next((id for id in ids if isinstance(id, int)), None)
     if isinstance(id, bool):
         raise JllamaError(
-            f"{others[0]} or {others[1]} has {name}_token_id {id}; it must be the id of a token"
+            f"{files[1]} or {files[2]} has {name}_token_id {id}; it must be the id of a token"
         )
     return id
 
