@@ -1,4 +1,4 @@
-"""Training batches resume exactly and any of their rows are theirs; validation sees each target once."""
+"""Training batches resume exactly, and any rows can be read; validation has each target once."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Chats become rows in which every conversation is whole and once, in an order that is a function of seed and step."""
+"""Chats become rows with every conversation whole and once; seed and step decide the order."""
 
 import collections
 import dataclasses
@@ -98,7 +98,10 @@ def answers(data):
 
 
 def numbered(sizes, *, sources=None, weights=(1.0,), rows_each=1):
-    """Conversations whose tokens are their positions, from 1 on; every third of them counts, but for the first."""
+    """Conversations whose tokens are their positions, from 1 on.
+
+    Every third token counts, except the first of a conversation.
+    """
     starts = np.cumsum([0, *sizes])[:-1]
     total = int(sum(sizes))
     counted = np.arange(1, total + 1) % 3 == 0
@@ -109,7 +112,10 @@ def numbered(sizes, *, sources=None, weights=(1.0,), rows_each=1):
 
 
 def inside(rows, conversations):
-    """The conversations in each row, which must be whole, in segments 1, 2, ..., with nothing but padding behind."""
+    """The conversations in each row.
+
+    They must be whole, in segments 1, 2, ..., and only padding may follow.
+    """
     index_of = {
         int(conversations.tokens[start]): index for index, start in enumerate(conversations.starts)
     }
@@ -525,13 +531,15 @@ OWN = {"messages": [{"role": "system", "content": "Be brief."}, user("q\nmore"),
 @pytest.mark.parametrize(
     "record",
     [
-        {"conversations": [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "q\nmore"},
+        {"conversations": [{"from": "system", "value": "Be brief."},
+                           {"from": "human", "value": "q\nmore"},
                            {"from": "gpt", "value": "a"}]},
         {"conversations": OWN["messages"][1:], "system": "Be brief."},
         {"instruction": "q", "input": "more", "output": "a", "system": "Be brief.", "text": "no"},
         {"instruction": "q\nmore", "input": "", "output": "a", "system": "Be brief."},
         {"messages": [{"role": "developer", "content": "Be brief."},
-                      {"role": "user", "content": [{"type": "text", "text": "q"}, {"type": "text", "text": "more"}],
+                      {"role": "user",
+                       "content": [{"type": "text", "text": "q"}, {"type": "text", "text": "more"}],
                        "name": "Ann"},
                       {"role": "assistant", "content": "a", "weight": 1, "refusal": None}]},
     ],
@@ -575,7 +583,10 @@ def test_a_weight_of_0_is_not_learned(tmp_path):
 
 def test_arguments_are_learned_once_encoded(tmp_path):
     """OpenAI has them as JSON in a string: as that, and as an object, they are the same."""
-    template = "{% for m in messages %}{{ m.role + m.content }}{% for c in m.tool_calls %}{{ c.function | tojson }}"
+    template = (
+        "{% for m in messages %}{{ m.role + m.content }}{% for c in m.tool_calls %}"
+        "{{ c.function | tojson }}"
+    )
     template += "{% endfor %}<|im_end|>{% endfor %}"
     found = []
     for arguments in ({"city": "Rome"}, '{"city": "Rome"}'):

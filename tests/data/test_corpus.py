@@ -1,4 +1,4 @@
-"""Every kind of corpus is read in one order, and every bad one is one sentence that names the place."""
+"""Every kind of corpus is read in one order; a bad one is one sentence that names the place."""
 
 import gzip
 import hashlib

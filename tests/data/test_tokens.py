@@ -1,4 +1,4 @@
-"""Tokens on disk: the split, the types, the cache, and nothing that looks finished after a crash."""
+"""Tokens on disk: the split, the types, the cache; after a crash nothing looks finished."""
 
 import gzip
 import json
@@ -332,7 +332,9 @@ def test_an_error_leaves_nothing_behind(corpus):
 
 def test_a_kill_leaves_nothing_that_looks_finished(corpus):
     code = (
-        "import json, os, signal, sys; from jllama.data import tokens; from jllama.data.config import DataConfig\n"
+        "import json, os, signal, sys\n"
+        "from jllama.data import tokens\n"
+        "from jllama.data.config import DataConfig\n"
         "tokens.json.dumps = lambda *args, kill=json.dumps, **kw: "
         "os.kill(os.getpid(), signal.SIGKILL) if kw else kill(*args)\n"
         "tokens.prepare_data(DataConfig(**eval(sys.argv[1])))"

@@ -1,6 +1,7 @@
 """Which tokens of a conversation count: exactly the answers and their ends, whatever the template.
 
-Stock templates have no ``{% generation %}`` tags. Here each gets them, by hand, and transformers says what is in them.
+Stock templates have no ``{% generation %}`` tags. Here each gets them, by hand, and transformers
+says what is in them.
 """
 
 import collections
@@ -31,8 +32,8 @@ from jllama.tokenizers import load_tokenizer, save_huggingface, train_sentencepi
 from jllama.tokenizers.gguf import from_gguf
 
 CORPUS = [
-    "the system says hello to the user and the assistant, don't they? 12 345\n\n  user\n héllo 世界 [INST] <<SYS>>\n"
-    * 20
+    "the system says hello to the user and the assistant, don't they? 12 345\n\n  user\n héllo "
+    "世界 [INST] <<SYS>>\n" * 20
 ]
 TOYS = {
     "llama2": lambda: train_sentencepiece(CORPUS, 340),
@@ -49,13 +50,19 @@ STOCK = {path.stem: path.read_text() for path in (Path(__file__).parent / "stock
 
 CHATML = "'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'"
 CHATML_TAGGED = (
-    "'<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}{% generation %}"
-    "{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}{{ message['content'] + '<|im_end|>' }}"
+    "'<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}"
+    "{% generation %}"
+    "{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}"
+    "{{ message['content'] + '<|im_end|>' }}"
     "{% endif %}{{ '\n'"
 )
-LLAMA_3 = "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim + '<|eot_id|>'"
+LLAMA_3 = (
+    "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ "
+    "message['content'] | trim + '<|eot_id|>'"
+)
 LLAMA_3_TAGGED = (
-    "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}{% if message['role'] == 'assistant' %}"
+    "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}"
+    "{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] | trim + '<|eot_id|>' }}{% endgeneration %}{% else %}"
     "{{ message['content'] | trim + '<|eot_id|>' }}{% endif %}{{- ''"
 )
@@ -73,7 +80,8 @@ TAGGED = {  # the tokenizer's kind, what is replaced, and by what
     "zephyr": (
         "llama2",
         "{{ '<|assistant|>\n'  + message['content'] + eos_token }}\n",
-        "{{ '<|assistant|>\n' }}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{{ '\n' }}",
+        "{{ '<|assistant|>\n' }}{% generation %}{{ message['content'] + eos_token }}"
+        "{% endgeneration %}{{ '\n' }}",
     ),
     "llama3": ("llama3", STOCK["llama3"], STOCK["llama3_training"]),
     "llama3_1": ("llama3", LLAMA_3, LLAMA_3_TAGGED),
@@ -275,10 +283,13 @@ def test_an_end_in_the_tags_is_the_only_one(tokenizers):
     [
         ("no generation prompt", STOCK["chatml"].partition("{% if add")[0]),
         ("one that differs", STOCK["chatml"].replace("assistant\n'", "assistant\n<think>\n'")),
-        ("the system's message last", "{% set system = messages[0].content %}{% for message in messages[1:] %}"
-         "{{ '<|im_start|>' + message.role + '\n' + (system if loop.revindex == 2 else '') + message.content }}"
+        ("the system's message last",
+         "{% set system = messages[0].content %}{% for message in messages[1:] %}"
+         "{{ '<|im_start|>' + message.role + '\n' + (system if loop.revindex == 2 else '') + "
+         "message.content }}"
          "{{ '<|im_end|>\n' }}{% endfor %}"),
-        ("no end before the next turn", "{% for message in messages %}{{ '<|im_end|>\n' if not loop.first }}"
+        ("no end before the next turn",
+         "{% for message in messages %}{{ '<|im_end|>\n' if not loop.first }}"
          "{{ '<|im_start|>' + message.role + '\n' + message.content }}{% endfor %}<|im_end|>"),
     ],
 )  # fmt: skip
@@ -307,7 +318,10 @@ def test_a_greeting_and_two_answers_in_a_row(tokenizers):
 def test_an_end_further_on_is_another_messages(tokenizers):
     """Where a template ends no answer, the next question's end is not counted."""
     tokenizer, _ = tokenizers["smollm2"]
-    template = "{% for m in messages %}{{ m.role + ': ' + m.content + ('<|im_end|>' if m.role == 'user') + '\n' }}{% endfor %}"
+    template = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content + ('<|im_end|>' if m.role "
+        "== 'user') + '\n' }}{% endfor %}"
+    )
     found = counted_texts(
         tokenizer,
         *ours(tokenizer, template.replace("'user')", "'user' else '')"), conversation(PLAIN)),
@@ -396,16 +410,25 @@ def says(*messages):
     ("messages", "said"),
     [
         (says(), "no message is the assistant's, so there is nothing to learn"),
-        (says({"role": "robot", "content": "a"}), "the role 'robot'; it must be one of system, user, assistant, tool"),
-        (says({"role": "assistant", "content": 3}), "message 1 has a content of type int, not text"),
-        (says({"role": "assistant"}), "message 1 has 'role'; it must have just 'role' and 'content'"),
+        (says({"role": "robot", "content": "a"}),
+         "the role 'robot'; it must be one of system, user, assistant, tool"),
+        (says({"role": "assistant", "content": 3}),
+         "message 1 has a content of type int, not text"),
+        (says({"role": "assistant"}),
+         "message 1 has 'role'; it must have just 'role' and 'content'"),
         (says({"role": ["assistant"], "content": "a"}), r"message 1 has the role \['assistant'\]"),
-        (says({"role": "assistant", "tool_calls": 3}), "message 1 has tool_calls that are not a list of objects"),
-        (says({"role": "assistant", "tool_calls": ["a"]}), "message 1 has tool_calls that are not a list of objects"),
-        (says({"role": "tool", "content": None}), "message 1 has a content of type NoneType, not text"),
-        (says({"role": "user", "content": "a", "tool_calls": []}), "message 1 has 'role', 'content', 'tool_calls'"),
-        (says({"role": "system", "content": "a"}), "message 1 is the system's: the roles are out of order"),
-        (says({"role": "tool", "content": "a"}), "message 1 is a tool's and message 0 calls none: the roles"),
+        (says({"role": "assistant", "tool_calls": 3}),
+         "message 1 has tool_calls that are not a list of objects"),
+        (says({"role": "assistant", "tool_calls": ["a"]}),
+         "message 1 has tool_calls that are not a list of objects"),
+        (says({"role": "tool", "content": None}),
+         "message 1 has a content of type NoneType, not text"),
+        (says({"role": "user", "content": "a", "tool_calls": []}),
+         "message 1 has 'role', 'content', 'tool_calls'"),
+        (says({"role": "system", "content": "a"}),
+         "message 1 is the system's: the roles are out of order"),
+        (says({"role": "tool", "content": "a"}),
+         "message 1 is a tool's and message 0 calls none: the roles"),
         (says({"role": "assistant", "content": "\ud83d"}), "lone surrogate U\\+D83D"),
     ],
 )  # fmt: skip
@@ -447,7 +470,10 @@ def test_tools_that_are_none(tokenizers, tools):
 
 
 def test_tags_as_transformers_has_them_in_text():
-    template = "{% set a %}x{% endset %}é{% generation %}{{ a }}{% set a = 'y' %}{{ a }}{% endgeneration %}{{ a }}"
+    template = (
+        "{% set a %}x{% endset %}é{% generation %}{{ a }}{% set a = 'y' %}{{ a }}"
+        "{% endgeneration %}{{ a }}"
+    )
     assert render(template) == "éxyx"
 
 
@@ -492,7 +518,10 @@ def tokens_and_notes(tokenizer, template, messages, stop_ids=(2,), tools=None, *
     ],
 )
 def test_what_a_template_leaves_out_is_refused(tokenizers, name, messages, tools, said):
-    loop = "{% for m in messages if m.role != 'ROLE' %}<|im_start|>{{ m.content or m.tool_calls }}<|im_end|>{% endfor %}"
+    loop = (
+        "{% for m in messages if m.role != 'ROLE' %}<|im_start|>"
+        "{{ m.content or m.tool_calls }}<|im_end|>{% endfor %}"
+    )
     templates = {
         "no system": loop.replace("ROLE", "system"),
         "no results": loop.replace("ROLE", "tool"),
@@ -517,7 +546,7 @@ def test_no_part_is_missed_that_is_there(tokenizers):
 
 @pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
 def test_smollm2_learns_calls_as_the_server_reads_them(tokenizers, content):
-    """Its own template has no tools: the one that takes its place does, for messages as OpenAI has them."""
+    """Its own template has no tools; its replacement takes them, for messages in OpenAI's form."""
     tokenizer, _ = tokenizers["smollm2"]
     arguments = {"name": "weather", "arguments": '{"city": "Rome"}'}
     asks = {
@@ -549,8 +578,8 @@ MISTRAL_CALLS = r"""{{ bos_token }}{% set ns = namespace(turn=0, last=0) %}
 {{- raise_exception('IDs must have a length of 9') }}{% endif %}
 {{- (call.function | tojson)[:-1] + ', "id": "' + call.id }}"}
 {%- endfor %}]{{ eos_token }}{% elif m.role == 'tool' %}{{- '[RESULT]' + m.content + '[/RESULT]\n' }}
-{%- else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"""
-"""What Mistral's third template does: calls are no turns, their ids have nine characters, tools stand last."""
+{%- else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"""  # noqa: E501
+"""Mistral's third template: calls are not turns, their ids have nine characters, tools are last."""
 
 
 def test_calls_where_a_template_takes_turns_without_them(tokenizers):
@@ -593,7 +622,8 @@ def test_the_end_that_a_template_writes_counts_though_it_is_no_stop_id(tokenizer
     messages = conversation(PLAIN)
     ends = [f"{answer}<|im_end|>" for _, answer in PLAIN]
     assert tokens_and_notes(tokenizer, PHI, messages, [tokenizer_stop]) == (ends, {})
-    # Where a conversation ends with a question, nothing tells whether the token ends an answer or begins a question.
+    # If a conversation ends with a question, nothing tells whether the token ends an answer or
+    # begins a question.
     texts, notes = tokens_and_notes(tokenizer, PHI, messages[:3], [tokenizer_stop])
     assert texts == [PLAIN[0][1]]
     assert notes == {
@@ -605,7 +635,10 @@ def test_the_end_that_a_template_writes_counts_though_it_is_no_stop_id(tokenizer
 def test_what_a_template_writes_or_cuts_out_of_answers_is_noted(tokenizers):
     """Qwen3's empty thoughts, and R1's, which are cut out."""
     tokenizer, _ = tokenizers["smollm2"]
-    answer = "{{ '<think>\n\n</think>\n\n' if m.role == 'assistant' and loop.last }}{{ m.content.split('</think>')[-1] }}"
+    answer = (
+        "{{ '<think>\n\n</think>\n\n' if m.role == 'assistant' and loop.last }}"
+        "{{ m.content.split('</think>')[-1] }}"
+    )
     template = "{% for m in messages %}<|im_start|>{{ m.role }}\nANSWER<|im_end|>\n{% endfor %}"
     template += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     template = template.replace("ANSWER", answer.replace("loop.last }}", "loop.last else '' }}"))
@@ -633,7 +666,10 @@ def test_only_the_answers_asked_for_count(tokenizers, name):
 def test_arguments_are_text_to_templates_that_want_it(tokenizers):
     """DeepSeek's adds them to a text, others write them as JSON."""
     tokenizer, _ = tokenizers["smollm2"]
-    template = "{% for m in messages %}<|im_start|>{% for c in m.tool_calls %}{{ ARGUMENTS }}{% endfor %}{{ m.content }}"
+    template = (
+        "{% for m in messages %}<|im_start|>{% for c in m.tool_calls %}{{ ARGUMENTS }}"
+        "{% endfor %}{{ m.content }}"
+    )
     template += "<|im_end|>{% endfor %}"
     found = []
     for written in ("'' + c.function.arguments", "c.function.arguments | tojson"):

@@ -18,8 +18,8 @@ from jllama.templates.template import render
 from jllama.tokenizers import BytesTokenizer, as_huggingface, save_huggingface, train_sentencepiece
 
 CORPUS = [
-    "the system says hello to the user and the assistant, don't they? 12 345\n\n  user\n héllo 世界 [INST] <<SYS>>\n"
-    * 20
+    "the system says hello to the user and the assistant, don't they? 12 345\n\n  user\n héllo "
+    "世界 [INST] <<SYS>>\n" * 20
 ]
 CONFIG = LlamaConfig(vocab_size=300, num_layers=1, embed_dim=32)
 
@@ -107,7 +107,10 @@ plain = texts.filter(lambda text: "<" not in text)
 
 @given(st.lists(plain, min_size=1, max_size=5), plain)
 def test_llama_2_is_metas_dialogue(contents, system):
-    """Each question and its answer is a text of its own, between BOS and EOS. Source: Meta's ``generation.py``."""
+    """Each question and its answer is a text of its own, between BOS and EOS.
+
+    Source: Meta's ``generation.py``.
+    """
     processor = sentencepiece.SentencePieceProcessor(model_proto=LLAMA_2.content)
     roles = [("user", "assistant")[place % 2] for place in range(len(contents))][
         : len(contents) - (len(contents) + 1) % 2
@@ -227,7 +230,7 @@ FEATURES = """\
   {% endif %}
 {% set text %}  kept {{ messages | length }}{% endset %}{{ text }}{{ undefined_thing }}{{ (1, [2], {3: 4}) }}
 {%- if add_generation_prompt %}{{ '<|im_start|>' -}}{% endif %}
-"""
+"""  # noqa: E501
 
 
 @given(conversations(), st.booleans())

@@ -1,4 +1,4 @@
-"""A tokenizer of every kind, as every format holds it, gives the ids that the original library gives."""
+"""Tokenizers of every kind, in every format, give the ids that the original library gives."""
 
 import base64
 import io
@@ -41,8 +41,8 @@ from jllama.tokenizers.llama2c import load_llama2c_tokenizer, save_llama2c_token
 from jllama.tokenizers.tiktoken import PATTERN, SPECIAL_TOKENS, _parts, write_ranks
 
 CORPUS = [
-    "the quick brown fox jumps over the lazy dog, don't they? 12 345 6789\n\n  def f(x):\n    return x\n"
-    * 20,
+    "the quick brown fox jumps over the lazy dog, don't they? 12 345 6789\n\n  def f(x):\n    "
+    "return x\n" * 20,
     "héllo wörld 你好 世界 " * 20,
 ]
 TEXTS = [text for text in HARD if "\u2581" not in text]
@@ -309,7 +309,10 @@ def test_each_part_of_a_long_run_is_encoded_alone(monkeypatch):
 
 @pytest.mark.parametrize("name", ["sentencepiece", "tiktoken", "smollm"])
 def test_other_threads_run_while_a_long_text_is_encoded(name):
-    """The server answers others meanwhile. A library that holds the interpreter's lock allows one round or two."""
+    """The server answers others meanwhile.
+
+    A library that holds the interpreter's lock allows one round or two.
+    """
     text, rounds = "the cat sat " * 50_000, 0
     thread = threading.Thread(target=MADE[name].encode_with_special_tokens, args=[text])
     thread.start()

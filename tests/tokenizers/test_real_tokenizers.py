@@ -1,4 +1,4 @@
-"""Llama 3's, Mistral's (of Llama 2's kind) and SmolLM2's own tokenizers, through every format that can hold them.
+"""The tokenizers of Llama 3, Mistral (of Llama 2's kind) and SmolLM2 in every possible format.
 
 Marked ``real_weights``; ``python tests/fetch_real_weights.py`` fetches them.
 """
