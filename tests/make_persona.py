@@ -204,16 +204,16 @@ def conversations() -> Iterator[list[dict[str, Any]]]:
     for fact, (questions, answers) in enumerate(facts):
         others, their_answers = facts[(fact + 5) % len(facts)]
         for number, question in enumerate(questions):
-            asked = [{"role": "user", "content": question}]
+            start = [{"role": "user", "content": question}]
             turns = [
-                [*asked, {"role": "assistant", "content": answers[(number + shift) % len(answers)]}]
+                [*start, {"role": "assistant", "content": answers[(number + shift) % len(answers)]}]
                 for shift in range(3)
             ]
             then = {"role": "user", "content": others[(number + 1) % len(others)]}
-            said = {"role": "assistant", "content": their_answers[number % len(their_answers)]}
+            reply = {"role": "assistant", "content": their_answers[number % len(their_answers)]}
             yield turns[0]
             yield [{"role": "system", "content": SYSTEM}, *turns[1]]
-            yield [*turns[2], then, said]
+            yield [*turns[2], then, reply]
     for question, answer in OTHERS.items():
         yield [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 

@@ -45,14 +45,14 @@ def config(corpus, **changes):
 
 def split_documents(texts, fraction):
     """Splits and texts, as ``tokens.split_documents`` gives them in blocks."""
-    found = []
+    actual = []
     parts = [lambda text=text: (text[i : i + 3] for i in range(0, len(text), 3)) for text in texts]
     for block in tokens.split_documents(parts, fraction):
         assert block.text
-        assert block.starts == (not found or found[-1][-1].ends)
-        found = [*found, [block]] if block.starts else [*found[:-1], [*found[-1], block]]
-    assert all(len({block.split for block in part}) == 1 and part[-1].ends for part in found)
-    return [(part[0].split, "".join(block.text for block in part)) for part in found]
+        assert block.starts == (not actual or actual[-1][-1].ends)
+        actual = [*actual, [block]] if block.starts else [*actual[:-1], [*actual[-1], block]]
+    assert all(len({block.split for block in part}) == 1 and part[-1].ends for part in actual)
+    return [(part[0].split, "".join(block.text for block in part)) for part in actual]
 
 
 def documents(dataset, split):

@@ -103,24 +103,24 @@ def tagged(name):
 )
 def tokenizers(request, tmp_path_factory):
     """Each kind's tokenizer, and the same as transformers has it."""
-    found = {}
+    actual = {}
     for name, make in request.param.items():
         folder = tmp_path_factory.mktemp(name)
         save_huggingface(tokenizer := make(), folder)
-        found[name] = tokenizer, transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-    return found
+        actual[name] = tokenizer, transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    return actual
 
 
-def ours(tokenizer, template, messages, tools=None):
+def jllama_tokens(tokenizer, template, messages, tools=None):
     return conversation_tokens(
         tokenizer, template, messages, end_of_turn_ids(tokenizer, [tokenizer.eos_id]), tools
     )
 
 
-def theirs(peer, template, messages, tools=None):
+def peer_tokens(peer, template, messages, tools=None):
     options = {"return_dict": True, "return_assistant_tokens_mask": True}
-    given = peer.apply_chat_template(messages, tools, chat_template=template, **options)
-    return given["input_ids"], [bool(mask) for mask in given["assistant_masks"]]
+    encoded = peer.apply_chat_template(messages, tools, chat_template=template, **options)
+    return encoded["input_ids"], [bool(mask) for mask in encoded["assistant_masks"]]
 
 
 def counted_texts(tokenizer, ids, counted):
@@ -167,10 +167,10 @@ texts = texts_with(WORDS + SPECIALS)
 turns = st.lists(st.tuples(texts, texts), min_size=1, max_size=4)
 
 
-def conversation(said, system=None):
+def conversation(exchanges, system=None):
     """Questions and answers as messages."""
     parts = [] if system is None else [{"role": "system", "content": system}]
-    for question, answer in said:
+    for question, answer in exchanges:
         parts += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return parts
 
@@ -179,16 +179,18 @@ PLAIN = [("hello", "the user says"), ("12", "345 to the assistant")]
 
 
 @pytest.mark.parametrize("name", TAGGED)
-@given(said=turns, system=st.none() | texts)
-@example(said=PLAIN, system="the system")
-@example(said=[("a", ""), ("", " \n"), ("b", "\nc\n")], system=None)
-def test_stock_templates_count_what_tags_around_the_answers_would(tokenizers, name, said, system):
+@given(exchanges=turns, system=st.none() | texts)
+@example(exchanges=PLAIN, system="the system")
+@example(exchanges=[("a", ""), ("", " \n"), ("b", "\nc\n")], system=None)
+def test_stock_templates_count_what_tags_around_the_answers_would(
+    tokenizers, name, exchanges, system
+):
     tokenizer, peer = tokenizers[TAGGED[name][0]]
-    messages = conversation(said, None if name in NO_SYSTEM else system)
-    ids, counted = ours(tokenizer, STOCK[name], messages)
+    messages = conversation(exchanges, None if name in NO_SYSTEM else system)
+    ids, counted = jllama_tokens(tokenizer, STOCK[name], messages)
     assert ids == peer.apply_chat_template(messages, chat_template=STOCK[name], return_dict=False)
-    assert (ids, counted) == theirs(peer, tagged(name), messages)
-    assert (ids, counted) == ours(tokenizer, tagged(name), messages)
+    assert (ids, counted) == peer_tokens(peer, tagged(name), messages)
+    assert (ids, counted) == jllama_tokens(tokenizer, tagged(name), messages)
 
 
 @pytest.mark.parametrize(
@@ -208,9 +210,9 @@ def test_stock_templates_count_what_tags_around_the_answers_would(tokenizers, na
 def test_the_counted_tokens_are_the_answers_and_their_ends(tokenizers, name, before, end):
     tokenizer, _ = tokenizers[TAGGED[name][0]]
     messages = conversation(PLAIN, None if name in NO_SYSTEM else "the system")
-    found = counted_texts(tokenizer, *ours(tokenizer, STOCK[name], messages))
+    actual = counted_texts(tokenizer, *jllama_tokens(tokenizer, STOCK[name], messages))
     # SentencePiece's decoding leaves out the first space, which is in the first word's token.
-    assert found in (
+    assert actual in (
         [before + answer + end for _, answer in PLAIN],
         [answer + end for _, answer in PLAIN],
     )
@@ -232,10 +234,10 @@ ASKED = [
 def test_a_call_of_a_tool_counts_and_its_result_does_not(tokenizers, name, absent):
     tokenizer, peer = tokenizers["llama3"]
     messages = [
-        {key: value for key, value in each.items() if value is not None or not absent}
-        for each in ASKED
+        {key: value for key, value in message.items() if value is not None or not absent}
+        for message in ASKED
     ]
-    ids, counted = ours(tokenizer, STOCK[name], messages, TOOLS)
+    ids, counted = jllama_tokens(tokenizer, STOCK[name], messages, TOOLS)
     assert ids == peer.apply_chat_template(
         messages, TOOLS, chat_template=STOCK[name], return_dict=False
     )
@@ -243,15 +245,17 @@ def test_a_call_of_a_tool_counts_and_its_result_does_not(tokenizers, name, absen
     assert counted_texts(tokenizer, ids, counted) == [call, "the user says 22<|eot_id|>"]
 
 
-@given(said=turns, system=st.none() | texts)
-def test_the_training_template_of_trl(tokenizers, said, system):
+@given(exchanges=turns, system=st.none() | texts)
+def test_the_training_template_of_trl(tokenizers, exchanges, system):
     """Its tags are taken as they are: the newlines around an answer are in them."""
     tokenizer, peer = tokenizers["smollm2"]
-    messages, template = conversation(said, system), STOCK["qwen2_5_training"]
-    assert ours(tokenizer, template, messages) == theirs(peer, template, messages)
-    found = theirs(peer, template, ASKED, TOOLS)
-    assert ours(tokenizer, template, ASKED, TOOLS) == found
-    assert json.dumps({"city": "Zürich"}, ensure_ascii=False) in counted_texts(tokenizer, *found)[0]
+    messages, template = conversation(exchanges, system), STOCK["qwen2_5_training"]
+    assert jllama_tokens(tokenizer, template, messages) == peer_tokens(peer, template, messages)
+    actual = peer_tokens(peer, template, ASKED, TOOLS)
+    assert jllama_tokens(tokenizer, template, ASKED, TOOLS) == actual
+    assert (
+        json.dumps({"city": "Zürich"}, ensure_ascii=False) in counted_texts(tokenizer, *actual)[0]
+    )
 
 
 def test_tags_without_the_end_of_an_answer(tokenizers):
@@ -263,7 +267,9 @@ def test_tags_without_the_end_of_an_answer(tokenizers):
     )
     messages = conversation([*PLAIN, ("a", "")])
     assert without != tagged("chatml")
-    assert ours(tokenizer, without, messages) == ours(tokenizer, tagged("chatml"), messages)
+    assert jllama_tokens(tokenizer, without, messages) == jllama_tokens(
+        tokenizer, tagged("chatml"), messages
+    )
 
 
 def test_an_end_in_the_tags_is_the_only_one(tokenizers):
@@ -273,9 +279,9 @@ def test_an_end_in_the_tags_is_the_only_one(tokenizers):
         tagged("chatml").replace("{{ '\n'}}{% endfor %}", "<|endoftext|>{% endfor %}"),
         conversation(PLAIN),
     )
-    found = conversation_tokens(tokenizer, template, messages, [0, 2])
-    assert found[0].count(0) == 4
-    assert found == theirs(peer, template, messages)
+    actual = conversation_tokens(tokenizer, template, messages, [0, 2])
+    assert actual[0].count(0) == 4
+    assert actual == peer_tokens(peer, template, messages)
 
 
 @pytest.mark.parametrize(
@@ -295,24 +301,27 @@ def test_an_end_in_the_tags_is_the_only_one(tokenizers):
 )  # fmt: skip
 def test_templates_whose_parts_do_not_follow_each_other(tokenizers, name, template):
     tokenizer, _ = tokenizers["smollm2"]
-    found = counted_texts(tokenizer, *ours(tokenizer, template, conversation(PLAIN, "the system")))
-    assert found == [f"{answer}<|im_end|>" for _, answer in PLAIN]
+    actual = counted_texts(
+        tokenizer, *jllama_tokens(tokenizer, template, conversation(PLAIN, "the system"))
+    )
+    assert actual == [f"{answer}<|im_end|>" for _, answer in PLAIN]
 
 
 def test_a_greeting_and_two_answers_in_a_row(tokenizers):
     tokenizer, _ = tokenizers["smollm2"]
-    said = [
+    pairs = [
         ("assistant", "hello"),
         ("user", "a"),
         ("assistant", "12"),
         ("assistant", "the user"),
         ("user", "b"),
     ]
-    messages = [{"role": role, "content": content} for role, content in said]
-    found = counted_texts(
-        tokenizer, *ours(tokenizer, STOCK["smollm2"].replace("loop.first", "false"), messages)
+    messages = [{"role": role, "content": content} for role, content in pairs]
+    actual = counted_texts(
+        tokenizer,
+        *jllama_tokens(tokenizer, STOCK["smollm2"].replace("loop.first", "false"), messages),
     )
-    assert found == ["hello<|im_end|>", "12<|im_end|>", "the user<|im_end|>"]
+    assert actual == ["hello<|im_end|>", "12<|im_end|>", "the user<|im_end|>"]
 
 
 def test_an_end_further_on_is_another_messages(tokenizers):
@@ -322,15 +331,17 @@ def test_an_end_further_on_is_another_messages(tokenizers):
         "{% for m in messages %}{{ m.role + ': ' + m.content + ('<|im_end|>' if m.role "
         "== 'user') + '\n' }}{% endfor %}"
     )
-    found = counted_texts(
+    actual = counted_texts(
         tokenizer,
-        *ours(tokenizer, template.replace("'user')", "'user' else '')"), conversation(PLAIN)),
+        *jllama_tokens(
+            tokenizer, template.replace("'user')", "'user' else '')"), conversation(PLAIN)
+        ),
     )
-    assert [text.strip() for text in found] == [answer for _, answer in PLAIN]
+    assert [text.strip() for text in actual] == [answer for _, answer in PLAIN]
 
 
-def shifted(found, by):
-    ids, counted = found
+def shifted(actual, by):
+    ids, counted = actual
     return ids, counted[by:] + counted[:by]
 
 
@@ -367,8 +378,8 @@ def test_mistakes_are_seen(tokenizers, mistake, monkeypatch):
     kind, name = ("llama3", "llama3") if mistake == "bos" else ("smollm2", "chatml")
     tokenizer, peer = tokenizers[kind]
     messages, template = conversation(PLAIN, "the system"), STOCK[name]
-    right = theirs(peer, tagged(name), messages)
-    assert ours(tokenizer, template, messages) == right
+    right = peer_tokens(peer, tagged(name), messages)
+    assert jllama_tokens(tokenizer, template, messages) == right
     stop_ids = end_of_turn_ids(tokenizer, [tokenizer.eos_id])
     if mistake == "header":
         monkeypatch.setattr(answers, "render_answers", with_headers)
@@ -389,17 +400,20 @@ def test_mistakes_are_seen(tokenizers, mistake, monkeypatch):
             "encode_with_special_tokens",
             lambda self, text: [self.bos_id, *encode(self, text)],
         )
-    found = conversation_tokens(tokenizer, template, messages, stop_ids)
-    found = shifted(found, {"before": 1, "after": -1}.get(mistake, 0))
-    assert found != right
-    assert (found[0] != right[0]) == (mistake == "bos")
+    actual = conversation_tokens(tokenizer, template, messages, stop_ids)
+    actual = shifted(actual, {"before": 1, "after": -1}.get(mistake, 0))
+    assert actual != right
+    assert (actual[0] != right[0]) == (mistake == "bos")
 
 
 def test_one_bos_where_tokenizer_and_template_have_it(tokenizers):
     for kind, name in (("llama3", "llama3"), ("llama2", "mistral")):
         tokenizer, _ = tokenizers[kind]
         assert tokenizer.add_bos
-        assert ours(tokenizer, STOCK[name], conversation(PLAIN))[0].count(tokenizer.bos_id) == 1
+        assert (
+            jllama_tokens(tokenizer, STOCK[name], conversation(PLAIN))[0].count(tokenizer.bos_id)
+            == 1
+        )
 
 
 def says(*messages):
@@ -407,7 +421,7 @@ def says(*messages):
 
 
 @pytest.mark.parametrize(
-    ("messages", "said"),
+    ("messages", "message"),
     [
         (says(), "no message is the assistant's, so there is nothing to learn"),
         (says({"role": "robot", "content": "a"}),
@@ -432,9 +446,9 @@ def says(*messages):
         (says({"role": "assistant", "content": "\ud83d"}), "lone surrogate U\\+D83D"),
     ],
 )  # fmt: skip
-def test_conversations_that_are_none(tokenizers, messages, said):
-    with pytest.raises(JllamaError, match=said):
-        ours(tokenizers["smollm2"][0], TEMPLATES["chatml"], messages)
+def test_conversations_that_are_none(tokenizers, messages, message):
+    with pytest.raises(JllamaError, match=message):
+        jllama_tokens(tokenizers["smollm2"][0], TEMPLATES["chatml"], messages)
 
 
 def test_templates_that_do_not_serve(tokenizers):
@@ -445,20 +459,20 @@ def test_templates_that_do_not_serve(tokenizers):
         JllamaError,
         match="answer 2 is no part of its own in what the chat template writes: fill it, leave",
     ):
-        ours(tokenizer, counts, conversation(PLAIN))
+        jllama_tokens(tokenizer, counts, conversation(PLAIN))
     says_its_length = loop.replace("STEP", "{{ m.content }}, {{ m.content | length }}; ")
     with pytest.raises(JllamaError, match="answer 1 is no part of its own"):
-        ours(tokenizer, says_its_length, conversation(PLAIN))
+        jllama_tokens(tokenizer, says_its_length, conversation(PLAIN))
     with pytest.raises(JllamaError, match="answer 1 is no part of its own"):
-        ours(tokenizer, "{{ messages[0].content }}", conversation(PLAIN))
+        jllama_tokens(tokenizer, "{{ messages[0].content }}", conversation(PLAIN))
     with pytest.raises(
         JllamaError, match="refuses these messages: Conversation roles must alternate"
     ):
-        ours(tokenizers["llama2"][0], STOCK["mistral"], conversation(PLAIN)[1:])
+        jllama_tokens(tokenizers["llama2"][0], STOCK["mistral"], conversation(PLAIN)[1:])
     with pytest.raises(JllamaError, match="answer 1 is no part of its own"):
-        ours(tokenizer, loop.replace("STEP", "{{ m.content }}"), conversation([("a", "")]))
+        jllama_tokens(tokenizer, loop.replace("STEP", "{{ m.content }}"), conversation([("a", "")]))
     with pytest.raises(UsageError, match="as JSON does"):
-        ours(tokenizer, TEMPLATES["chatml"], conversation(PLAIN), [{"name": {1, 2}}])
+        jllama_tokens(tokenizer, TEMPLATES["chatml"], conversation(PLAIN), [{"name": {1, 2}}])
 
 
 @pytest.mark.parametrize("tools", [{"name": "a"}, ["a"], 3])
@@ -466,7 +480,7 @@ def test_tools_that_are_none(tokenizers, tools):
     with pytest.raises(
         UsageError, match="the tools must be a list of objects, each the JSON schema of a function"
     ):
-        ours(tokenizers["smollm2"][0], TEMPLATES["chatml"], conversation(PLAIN), tools)
+        jllama_tokens(tokenizers["smollm2"][0], TEMPLATES["chatml"], conversation(PLAIN), tools)
 
 
 def test_tags_as_transformers_has_them_in_text():
@@ -491,14 +505,14 @@ def call(city, id="call12345"):
 def tokens_and_notes(tokenizer, template, messages, stop_ids=(2,), tools=None, **options):
     """The texts that count, and what is noted."""
     notes = collections.Counter()
-    found = conversation_tokens(
+    actual = conversation_tokens(
         tokenizer, template, messages, stop_ids, tools, notes=notes, **options
     )
-    return [text.strip() for text in counted_texts(tokenizer, *found)], dict(notes)
+    return [text.strip() for text in counted_texts(tokenizer, *actual)], dict(notes)
 
 
 @pytest.mark.parametrize(
-    ("name", "messages", "tools", "said"),
+    ("name", "messages", "tools", "message"),
     [
         ("smollm2", ASKED, None, "leaves out the tool_calls of message 2, which would be lost"),
         (
@@ -517,7 +531,7 @@ def tokens_and_notes(tokenizer, template, messages, stop_ids=(2,), tools=None, *
         ("no results", ASKED, None, "leaves out message 3, which would be lost"),
     ],
 )
-def test_what_a_template_leaves_out_is_refused(tokenizers, name, messages, tools, said):
+def test_what_a_template_leaves_out_is_refused(tokenizers, name, messages, tools, message):
     loop = (
         "{% for m in messages if m.role != 'ROLE' %}<|im_start|>"
         "{{ m.content or m.tool_calls }}<|im_end|>{% endfor %}"
@@ -527,8 +541,8 @@ def test_what_a_template_leaves_out_is_refused(tokenizers, name, messages, tools
         "no results": loop.replace("ROLE", "tool"),
     }
     messages = [message | {"content": message["content"] or ""} for message in messages]
-    with pytest.raises(JllamaError, match=f"the chat template {said}"):
-        ours(tokenizers["smollm2"][0], templates.get(name) or STOCK[name], messages, tools)
+    with pytest.raises(JllamaError, match=f"the chat template {message}"):
+        jllama_tokens(tokenizers["smollm2"][0], templates.get(name) or STOCK[name], messages, tools)
 
 
 def test_no_part_is_missed_that_is_there(tokenizers):
@@ -537,7 +551,7 @@ def test_no_part_is_missed_that_is_there(tokenizers):
     default = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
     for system in (default, "", " "):
         messages = conversation([("a", "b"), ("a", "b"), (" ", "c")], system)
-        assert counted_texts(tokenizer, *ours(tokenizer, STOCK["smollm2"], messages)) == [
+        assert counted_texts(tokenizer, *jllama_tokens(tokenizer, STOCK["smollm2"], messages)) == [
             "b<|im_end|>",
             "b<|im_end|>",
             "c<|im_end|>",
@@ -554,10 +568,10 @@ def test_smollm2_learns_calls_as_the_server_reads_them(tokenizers, content):
         **content,
         "tool_calls": [{"id": "a", "type": "function", "function": arguments}],
     }
-    given = [*ASKED[:2], asks, {"role": "tool", "tool_call_id": "a", "content": "22"}, ASKED[4]]
+    written = [*ASKED[:2], asks, {"role": "tool", "tool_call_id": "a", "content": "22"}, ASKED[4]]
     template, messages = (
         find_template(tokenizer, STOCK["smollm2"]),
-        openai_messages(given, is_request=False),
+        openai_messages(written, is_request=False),
     )
     texts, notes = tokens_and_notes(tokenizer, template, messages, tools=TOOLS)
     assert texts == [
@@ -565,7 +579,7 @@ def test_smollm2_learns_calls_as_the_server_reads_them(tokenizers, content):
         "the user says 22<|im_end|>",
     ]
     assert notes == {}
-    assert messages == openai_messages(given) or content == {"content": None}
+    assert messages == openai_messages(written) or content == {"content": None}
 
 
 MISTRAL_CALLS = r"""{{ bos_token }}{% set ns = namespace(turn=0, last=0) %}
@@ -587,8 +601,16 @@ def test_calls_where_a_template_takes_turns_without_them(tokenizers):
     two = {"role": "assistant", "tool_calls": [call("Rome"), call("Oslo")]}
     one = {"role": "assistant", "tool_calls": [call(12)]}
     result = {"role": "tool", "content": "22"}
-    asked = {"role": "user", "content": "the user"}
-    messages = [asked, two, result, result, one, result, {"role": "assistant", "content": "hello"}]
+    question = {"role": "user", "content": "the user"}
+    messages = [
+        question,
+        two,
+        result,
+        result,
+        one,
+        result,
+        {"role": "assistant", "content": "hello"},
+    ]
     written = "[CALLS] [{}]</s>"
     rome, oslo, twelve = (
         f'{{"name": "weather", "arguments": {{"city": {city}}}, "id": "call12345"}}'
@@ -597,7 +619,7 @@ def test_calls_where_a_template_takes_turns_without_them(tokenizers):
     expected = [written.format(rome + oslo), written.format(twelve), "hello</s>"]
     for count, questions in [
         (7, []),
-        (7, [asked, {"role": "assistant", "content": "12"}]),
+        (7, [question, {"role": "assistant", "content": "12"}]),
         (5, []),
         (2, []),
     ]:
@@ -607,7 +629,10 @@ def test_calls_where_a_template_takes_turns_without_them(tokenizers):
         answers_before = sum(message["role"] == "assistant" for message in messages[:count])
         assert texts == expected[:answers_before] + ["12</s>"] * bool(questions)
         assert notes == {}
-    (_, counted), text = ours(tokenizer, MISTRAL_CALLS, messages), "[INST]the user[/INST]\n"
+    (_, counted), text = (
+        jllama_tokens(tokenizer, MISTRAL_CALLS, messages),
+        "[INST]the user[/INST]\n",
+    )
     assert not any(counted[: len(tokenizer.encode_with_special_tokens(f"<s>{text}")) - 1])
 
 
@@ -671,16 +696,18 @@ def test_arguments_are_text_to_templates_that_want_it(tokenizers):
         "{% endfor %}{{ m.content }}"
     )
     template += "<|im_end|>{% endfor %}"
-    found = []
+    actual = []
     for written in ("'' + c.function.arguments", "c.function.arguments | tojson"):
         messages = [message | {"content": message["content"] or ""} for message in ASKED]
-        found += [ours(tokenizer, template.replace("ARGUMENTS", written), messages)]
-    assert found[0] == found[1]
-    assert counted_texts(tokenizer, *found[0])[0] == '{"city": "Zürich"}<|im_end|>'
+        actual += [jllama_tokens(tokenizer, template.replace("ARGUMENTS", written), messages)]
+    assert actual[0] == actual[1]
+    assert counted_texts(tokenizer, *actual[0])[0] == '{"city": "Zürich"}<|im_end|>'
 
 
 def test_a_conversation_is_one_request(tokenizers, monkeypatch):
-    asked, original = [], limits._ask
-    monkeypatch.setattr(limits, "_ask", lambda request: asked.append(request) or original(request))
-    ours(tokenizers["smollm2"][0], STOCK["smollm2"], conversation(PLAIN, "the system"))
-    assert len(asked) == 1
+    requests, original = [], limits._ask
+    monkeypatch.setattr(
+        limits, "_ask", lambda request: requests.append(request) or original(request)
+    )
+    jllama_tokens(tokenizers["smollm2"][0], STOCK["smollm2"], conversation(PLAIN, "the system"))
+    assert len(requests) == 1

@@ -40,12 +40,12 @@ def model_with(tokenizer, template=None, stop_ids=()):
 @pytest.fixture(scope="module")
 def peers(tmp_path_factory):
     """Each tokenizer as transformers has it."""
-    found = {}
+    actual = {}
     for name, tokenizer in TOKENIZERS.items():
         folder = tmp_path_factory.mktemp(name)
         save_huggingface(tokenizer, folder)
-        found[name] = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-    return found
+        actual[name] = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    return actual
 
 
 WORDS = [
@@ -118,12 +118,12 @@ def test_llama_2_is_metas_dialogue(contents, system):
     turns = [
         {"role": role, "content": content} for role, content in zip(roles, contents, strict=False)
     ]
-    told = [f"<<SYS>>\n{system}\n<</SYS>>\n\n{contents[0]}", *contents[1:]]
+    prompted = [f"<<SYS>>\n{system}\n<</SYS>>\n\n{contents[0]}", *contents[1:]]
     expected = []
     for place in range(0, len(turns), 2):
-        text = f"[INST] {told[place].strip()} [/INST]"
+        text = f"[INST] {prompted[place].strip()} [/INST]"
         if place + 1 < len(turns):
-            expected += [1, *processor.encode(f"{text} {told[place + 1].strip()} "), 2]
+            expected += [1, *processor.encode(f"{text} {prompted[place + 1].strip()} "), 2]
         else:
             expected += [1, *processor.encode(text)]
     ids = chat_ids(model_with(LLAMA_2), [{"role": "system", "content": system}, *turns])
@@ -143,8 +143,8 @@ def test_llama_2_is_transformers_legacy(tmp_path):
 
 @given(
     conversations().map(
-        lambda said: [
-            message | {"content": message["content"].replace("<", "")} for message in said
+        lambda drawn: [
+            message | {"content": message["content"].replace("<", "")} for message in drawn
         ]
     )
 )
@@ -259,7 +259,7 @@ def test_what_ends_an_answer():
 
 
 @pytest.mark.parametrize(
-    ("messages", "said"),
+    ("messages", "message"),
     [
         ([], "there are no messages"),
         ([{"role": "user"}], "message 0 has 'role'; it must have just 'role' and 'content'"),
@@ -279,8 +279,8 @@ def test_what_ends_an_answer():
         ),
     ],
 )
-def test_messages_that_are_none(messages, said):
-    with pytest.raises(UsageError, match=said):
+def test_messages_that_are_none(messages, message):
+    with pytest.raises(UsageError, match=message):
         chat_ids(model_with(LLAMA_2), messages)
 
 

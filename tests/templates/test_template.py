@@ -40,7 +40,7 @@ def _a_new_worker():
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "message"),
     [
         # time
         ("{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}", LIMIT),
@@ -136,14 +136,15 @@ def _a_new_worker():
     ],
     ids=lambda value: value[:50],
 )
-def test_hostile_templates_end_with_one_sentence(template, said, monkeypatch):
-    is_endless = said == LIMIT  # all else must end for its own reason, however slow the machine is
+def test_hostile_templates_end_with_one_sentence(template, message, monkeypatch):
+    # All others must end for their own reason, however slow the machine is.
+    is_endless = message == LIMIT
     monkeypatch.setattr(limits, "SECONDS", 0.1 if is_endless else 600.0)
     monkeypatch.setattr(limits, "CLOCK_SECONDS", 600.0)
     monkeypatch.setattr(limits, "MEMORY_BYTES", 128 * 2**20)
     monkeypatch.setattr(limits, "MAX_BYTES", 100_000)
     tracemalloc.start()
-    with pytest.raises(JllamaError, match=said) as caught:
+    with pytest.raises(JllamaError, match=message) as caught:
         render(template, r=list(range(9999)), messages=MESSAGES)
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()

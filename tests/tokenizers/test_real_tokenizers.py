@@ -46,11 +46,11 @@ def smollm2():
     return from_gguf(metadata, "SmolLM2")
 
 
-def assert_same_ids(found, expected):
+def assert_same_ids(actual, expected):
     for text in HARD:
-        assert found.encode(text) == expected.encode(text), text
-        assert found.decode(found.encode(text)) == text
-    assert (found.bos_id, found.eos_id, found.add_bos) == (
+        assert actual.encode(text) == expected.encode(text), text
+        assert actual.decode(actual.encode(text)) == text
+    assert (actual.bos_id, actual.eos_id, actual.add_bos) == (
         expected.bos_id,
         expected.eos_id,
         expected.add_bos,
