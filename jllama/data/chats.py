@@ -221,7 +221,8 @@ def _messages(value: Any, role: str) -> list[dict[str, Any]]:
     if isinstance(value, str):
         return [{"role": role, "content": value}] if value else []
     messages = []
-    for item in value if isinstance(value, list) else [value]:
+    items = value if isinstance(value, list) else [value]
+    for item in items:
         message = {**item} if isinstance(item, dict) else {}
         if "from" in message and "role" not in message:
             speaker = message.pop("from")

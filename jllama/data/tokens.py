@@ -74,7 +74,7 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
     others = [value for value in (config.encoding, config.bad_rows) if value not in defaults]
     corpus = sha256(CACHE_VERSION, listing, config.text_field, config.validation_fraction, *others)
 
-    # 2. Prepare to read it, with a progress bar if its size is known.
+    # 2. Prepare to read it. The progress bars show a share if its size is known.
     is_packed = any(name.endswith((".gz", ".zst", ".parquet")) for name in files)
     num_bytes = None if is_packed else sum(size for _, size, _ in listing)
     notes: list[str] = []

@@ -178,7 +178,8 @@ class Tokenizer(ABC):
                 f"token {array[is_outside][0]} is outside the tokenizer's vocabulary of "
                 f"{self.vocab_size}: give the tokenizer the model was trained with"
             )
-        return self._decode(array[self._token_bytes[array] > 0])
+        has_bytes = self._token_bytes[array] > 0
+        return self._decode(array[has_bytes])
 
     def token_bytes(self) -> Int32[np.ndarray, "vocab"]:
         """Return the number of UTF-8 bytes of each token, to turn a loss into bits per byte.
