@@ -1,7 +1,7 @@
 """Files of a corpus, and the documents in them.
 
 A file holds one document, or one in each line of JSON Lines, or one in each row of Parquet. No
-document is ever whole in memory: it is read in blocks, as often as its blocks are requested.
+document is ever whole in memory: it is read in chunks, as often as its chunks are requested.
 """
 
 import codecs
@@ -32,12 +32,12 @@ SHAKESPEARE_URL = (
 )
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
-BLOCK = 1 << 18  # characters
-LONGEST_BLOCK = 1 << 20  # characters, if there is no place to cut
+CHUNK = 1 << 18  # characters
+LONGEST_CHUNK = 1 << 20  # characters, if there is no place to cut
 LONGEST_LINE = 1 << 28  # bytes of a line of JSON, or of an array, which is in memory as a whole
 MAX_NAMED = 20  # rows and files that an error names
 CUTS = (re.compile(r".*\S\n(?=\S)", re.DOTALL), re.compile(r".*[^\W\d_](?= [^\W\d_])", re.DOTALL))
-"""Where a block may end: after a line that no white space follows, else after a word that one space
+"""Where a chunk may end: after a line that no white space follows, else after a word that one space
 follows."""
 
 _KINDS = {
@@ -63,8 +63,8 @@ _EXTRAS = {
 """The extra of jllama that installs the reader of a kind, and the modules that may read it."""
 
 Document = Callable[[], Iterator[str]]
-"""A text, never empty, in blocks of about ``BLOCK`` characters that end as ``CUTS`` says, or of
-``LONGEST_BLOCK``."""
+"""A text, never empty, in chunks of about ``CHUNK`` characters that end as ``CUTS`` says, or of
+``LONGEST_CHUNK``."""
 
 
 class Findings:
@@ -186,7 +186,7 @@ def read_corpus(
             if not has_rows(path):
                 # This reads the whole file, so all of it is known to be text.
                 if sum(map(len, _decode_file(path, encoding))):
-                    yield lambda path=path: cut_blocks(_decode_file(path, encoding))
+                    yield lambda path=path: cut_chunks(_decode_file(path, encoding))
                 continue
             for place, fields in read_rows(path, [text_field], check, findings):
                 text = fields[text_field] or ""
@@ -194,12 +194,12 @@ def read_corpus(
                 with findings.noted(), refuse:
                     text.encode()  # raises for a lone surrogate
                     if text:
-                        yield functools.partial(cut_blocks, [text])
+                        yield functools.partial(cut_chunks, [text])
 
 
 def has_rows(path: Path) -> bool:
     """Return whether a file is JSON Lines or Parquet, which ``read_rows`` reads."""
-    with _open_unpacked(path) as (kind, _):
+    with _open_file(path) as (kind, _):
         name = path.name.removesuffix(".gz").removesuffix(".zst")
         return kind == "Parquet" or name.endswith(".jsonl")
 
@@ -218,7 +218,7 @@ def read_rows(
     ``check`` may raise ``JllamaError``. It is called with the place of an object, or with the path
     of a Parquet file, and with the types of the fields by name.
     """
-    with findings.noted(), _open_unpacked(path) as (kind, file):
+    with findings.noted(), _open_file(path) as (kind, file):
         if kind == "Parquet":
             parquet = _import_reader(path, kind)
             table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
@@ -262,7 +262,7 @@ def _json_values(path: Path, file: Any) -> Iterator[tuple[str, Any]]:
 
 
 @contextlib.contextmanager
-def _open_unpacked(path: Path) -> Iterator[tuple[str | None, Any]]:
+def _open_file(path: Path) -> Iterator[tuple[str | None, Any]]:
     """Open a file; give its kind in ``_KINDS`` and a reader of its decompressed content.
 
     Errors inside become a ``JllamaError``.
@@ -303,34 +303,34 @@ def _decode_file(path: Path, encoding: str) -> Iterator[str]:
     """Yield the text of a file in parts, without a byte order mark; NUL is not text."""
     is_utf8 = encoding == "utf-8"
     num_read = 0
-    with _open_unpacked(path) as (_, file):
+    with _open_file(path) as (_, file):
         "".encode(encoding)  # raises LookupError unless it is an encoding of text
         decoder = codecs.getincrementaldecoder("utf-8-sig" if is_utf8 else encoding)()
-        for chunk in itertools.chain(iter(lambda: file.read(BLOCK), b""), [b""]):
-            num_read += len(chunk)
+        for data in itertools.chain(iter(lambda: file.read(CHUNK), b""), [b""]):
+            num_read += len(data)
             try:
                 # No UTF-8 text has 0xFF, so the decoder refuses a NUL at its offset.
-                data = chunk.replace(b"\0", b"\xff") if is_utf8 else chunk
-                text = decoder.decode(data, not chunk)
+                without_nul = data.replace(b"\0", b"\xff") if is_utf8 else data
+                text = decoder.decode(without_nul, not data)
                 if "\0" in text:
                     raise ValueError("it has a NUL character, which text does not have")
             except UnicodeDecodeError as error:
-                # The error's bytes may begin in an earlier chunk: count from their end.
+                # The error's bytes may begin in earlier data: count from their end.
                 place = error.start - len(error.object)
-                byte = chunk[place] if -place <= len(chunk) else error.object[place]
+                byte = data[place] if -place <= len(data) else error.object[place]
                 raise ValueError(
                     f"byte 0x{byte:02X} at offset {num_read + place} is not {encoding.upper()} text"
                 ) from None
             yield text
 
 
-def cut_blocks(parts: Iterable[str]) -> Iterator[str]:
-    """Yield the same text in blocks, see ``Document``."""
+def cut_chunks(parts: Iterable[str]) -> Iterator[str]:
+    """Yield the same text in chunks, see ``Document``."""
     pending = ""
     for part in parts:
-        for start in range(0, len(part), BLOCK):
-            pending += part[start : start + BLOCK]
-            end = _block_end(pending) if len(pending) >= BLOCK else 0
+        for start in range(0, len(part), CHUNK):
+            pending += part[start : start + CHUNK]
+            end = _chunk_end(pending) if len(pending) >= CHUNK else 0
             if end:
                 yield pending[:end]
                 pending = pending[end:]
@@ -338,13 +338,13 @@ def cut_blocks(parts: Iterable[str]) -> Iterator[str]:
         yield pending
 
 
-def _block_end(text: str) -> int:
-    """Return the last place in a text where a block may end, or 0 to wait for more text."""
+def _chunk_end(text: str) -> int:
+    """Return the last place in a text where a chunk may end, or 0 to wait for more text."""
     for pattern in CUTS:
         match = pattern.match(text)
         if match:
             return match.end()
-    return len(text) if len(text) >= LONGEST_BLOCK else 0
+    return len(text) if len(text) >= LONGEST_CHUNK else 0
 
 
 def _check_text(field: str, place: str, types: dict[str, str]) -> None:

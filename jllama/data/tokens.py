@@ -1,6 +1,6 @@
 """From a corpus to token ids on disk: documents, their split, their tokenizer, flat files of ids.
 
-The work is done once and cached. All stages are generators over blocks of text, so memory does not
+The work is done once and cached. All stages are generators over chunks of text, so memory does not
 grow with the corpus: ``read_corpus`` -> ``split_documents`` -> ``_write_tokens``.
 """
 
@@ -30,17 +30,17 @@ from jllama.tokenizers import BytesTokenizer, Tokenizer, load_tokenizer, train_s
 CACHE_VERSION = 1  # part of every fingerprint: raise it when the files below change
 _TRAINING_VERSION = 2  # raise it when the tokenizer's training changes
 FEW_DOCUMENTS = 32  # up to this many, each document is split; above, a document is in one split
-CHUNK_CHARS = 1 << 18  # what a thread tokenizes at a time: one long block or many short ones
+GROUP_CHARS = 1 << 18  # what a thread tokenizes at a time: one long chunk or many short ones
 GZIP_LIMIT = 1 << 26  # bytes of validation text that gzip is measured on
 SPLITS = ("train", "validation")
 
 
-class Block(NamedTuple):
+class Chunk(NamedTuple):
     """A part of a document, never empty, that belongs to one split."""
 
     split: str
     text: str
-    starts: bool  # whether it is the first block of its document in this split
+    starts: bool  # whether it is the first chunk of its document in this split
     ends: bool  # whether it is the last one
 
 
@@ -48,9 +48,9 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
     """Tokenize a corpus, or open the tokens in the cache.
 
     The key of the cache is the files' names, sizes and modification times, the options that change
-    the tokens, and the tokenizer. The text is read in blocks and tokenized by threads on all cores.
-    A block ends where no tokenizer of a Llama has a token across the border (``corpus.CUTS``). If
-    ``corpus.LONGEST_BLOCK`` characters have no such place, it ends anywhere, and the tokens there
+    the tokens, and the tokenizer. The text is read in chunks and tokenized by threads on all cores.
+    A chunk ends where no tokenizer of a Llama has a token across the border (``corpus.CUTS``). If
+    ``corpus.LONGEST_CHUNK`` characters have no such place, it ends anywhere, and the tokens there
     may differ from those of the whole text.
 
     Args:
@@ -75,10 +75,10 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
     corpus = sha256(CACHE_VERSION, listing, config.text_field, config.validation_fraction, *others)
 
     # 2. Prepare to read it. The progress bars show a share if its size is known.
-    is_packed = any(name.endswith((".gz", ".zst", ".parquet")) for name in files)
-    num_bytes = None if is_packed else sum(size for _, size, _ in listing)
+    is_compressed = any(name.endswith((".gz", ".zst", ".parquet")) for name in files)
+    num_bytes = None if is_compressed else sum(size for _, size, _ in listing)
     notes: list[str] = []
-    read_blocks = functools.partial(_read_blocks, config, files.values(), notes)
+    read_chunks = functools.partial(_read_chunks, config, files.values(), notes)
 
     # 3. Load or train the tokenizer.
     if tokenizer is None and config.tokenizer == "bytes":
@@ -93,8 +93,8 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
                     write_cached(folder) as partial,
                     progress("learning a vocabulary", num_bytes, of_bytes=True) as advance,
                 ):
-                    blocks = read_blocks(advance)
-                    texts = (block.text for block in blocks if block.split == "train")
+                    chunks = read_chunks(advance)
+                    texts = (chunk.text for chunk in chunks if chunk.split == "train")
                     partial.mkdir()
                     train_sentencepiece(texts, config.vocab_size).save(partial)
         tokenizer = load_tokenizer(folder)
@@ -108,7 +108,7 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
             progress("tokenizing", num_bytes, of_bytes=True) as advance,
         ):
             partial.mkdir()
-            _write_tokens(read_blocks(advance), tokenizer, partial, fingerprint, notes)
+            _write_tokens(read_chunks(advance), tokenizer, partial, fingerprint, notes)
     advice = f"{folder} must be deleted, since it does not hold what was written there"
     with fault_of(advice, OSError, ValueError, KeyError, TypeError):
         counts = json.loads((folder / "counts.json").read_text())
@@ -120,20 +120,20 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
         return Dataset(tokenizer, train, validation, fingerprint, counts, tuple(notes))
 
 
-def _read_blocks(
+def _read_chunks(
     config: DataConfig, files: Iterable[Path], notes: list[str], advance: Callable[[int], None]
-) -> Iterator[Block]:
-    """Yield the blocks of a corpus; report their bytes to ``advance``, set ``notes`` at the end."""
+) -> Iterator[Chunk]:
+    """Yield the chunks of a corpus; report their bytes to ``advance``, set ``notes`` at the end."""
     findings = Findings(config.bad_rows)
     documents = read_corpus(files, config.text_field, config.encoding, findings)
-    for block in split_documents(documents, config.validation_fraction):
-        advance(len(block.text.encode()))
-        yield block
+    for chunk in split_documents(documents, config.validation_fraction):
+        advance(len(chunk.text.encode()))
+        yield chunk
     notes[:] = findings.finish()
 
 
-def split_documents(documents: Iterable[Document], validation_fraction: float) -> Iterator[Block]:
-    """Assign each document to ``train`` or ``validation`` by its text alone, and yield its blocks.
+def split_documents(documents: Iterable[Document], validation_fraction: float) -> Iterator[Chunk]:
+    """Assign each document to ``train`` or ``validation`` by its text alone, and yield its chunks.
 
     A text is held out if its SHA-256, as a number in [0, 1), is below ``validation_fraction``. So
     the order of the documents does not matter. If there are at most ``FEW_DOCUMENTS``, the end of
@@ -145,34 +145,34 @@ def split_documents(documents: Iterable[Document], validation_fraction: float) -
         if len(first) <= FEW_DOCUMENTS:
             num_chars = sum(map(len, document()))
             end = round(num_chars * (1 - validation_fraction))
-            yield from _cut_blocks("train", document(), end=end)
-            yield from _cut_blocks("validation", document(), start=end)
+            yield from _cut_chunks("train", document(), end=end)
+            yield from _cut_chunks("validation", document(), start=end)
         else:
             digest = hashlib.sha256()
             for text in document():
                 digest.update(text.encode())
             fraction = int.from_bytes(digest.digest()[:8]) / 2**64
             split = "validation" if fraction < validation_fraction else "train"
-            yield from _cut_blocks(split, document())
+            yield from _cut_chunks(split, document())
 
 
-def _cut_blocks(
+def _cut_chunks(
     split: str, texts: Iterable[str], start: int = 0, end: int = sys.maxsize
-) -> Iterator[Block]:
+) -> Iterator[Chunk]:
     """Yield the characters from ``start`` to ``end`` of a document that comes in parts."""
     offset = 0
-    # A block waits until it is known whether another one follows.
+    # A chunk waits until it is known whether another one follows.
     waiting = ""
     starts = True
     for text in texts:
         part = text[max(start - offset, 0) : max(end - offset, 0)]
         offset += len(text)
         if waiting and part:
-            yield Block(split, waiting, starts, False)
+            yield Chunk(split, waiting, starts, False)
             starts = False
         waiting = part or waiting
     if waiting:
-        yield Block(split, waiting, starts, True)
+        yield Chunk(split, waiting, starts, True)
 
 
 def cache_of(config: DataConfig) -> Path:
@@ -187,7 +187,7 @@ def listing_of(files: Mapping[str, Path]) -> list[tuple[str, int, int]]:
 
 
 def encode_rest(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the ids of a block that is not the first of its document.
+    """Return the ids of a chunk that is not the first of its document.
 
     It is encoded behind a newline, because SentencePiece would put a space in front of it.
     """
@@ -199,7 +199,7 @@ def encode_rest(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _write_tokens(
-    blocks: Iterable[Block], tokenizer: Tokenizer, folder: Path, fingerprint: str, notes: list[str]
+    chunks: Iterable[Chunk], tokenizer: Tokenizer, folder: Path, fingerprint: str, notes: list[str]
 ) -> None:
     """Write ``train.bin``, ``validation.bin`` and ``counts.json``, with the documents in order.
 
@@ -209,7 +209,7 @@ def _write_tokens(
     counts = {split: collections.Counter(tokens=0, documents=0, bytes=0) for split in SPLITS}
     held_out = bytearray()
     encode = functools.partial(_encode_group, tokenizer, dtype)
-    for ids in _ordered_map(encode, _group_blocks(blocks, counts, held_out)):
+    for ids in _ordered_map(encode, _group_chunks(chunks, counts, held_out)):
         for split in SPLITS:
             with (folder / f"{split}.bin").open("ab") as file:
                 file.write(ids[split].data)
@@ -227,24 +227,24 @@ def _write_tokens(
     (folder / "counts.json").write_text(json.dumps(report, indent=2) + "\n")
 
 
-def _group_blocks(
-    blocks: Iterable[Block], counts: Mapping[str, collections.Counter[str]], held_out: bytearray
-) -> Iterator[list[Block]]:
-    """Yield consecutive blocks in groups of at least ``CHUNK_CHARS`` characters.
+def _group_chunks(
+    chunks: Iterable[Chunk], counts: Mapping[str, collections.Counter[str]], held_out: bytearray
+) -> Iterator[list[Chunk]]:
+    """Yield consecutive chunks in groups of at least ``GROUP_CHARS`` characters.
 
-    The last group may be smaller. The blocks are added to ``counts``, and their validation text to
+    The last group may be smaller. The chunks are added to ``counts``, and their validation text to
     ``held_out``.
     """
     group = []
     num_chars = 0
-    for block in blocks:
-        data = block.text.encode()
-        counts[block.split].update(documents=int(block.starts), bytes=len(data))
-        if block.split == "validation":
+    for chunk in chunks:
+        data = chunk.text.encode()
+        counts[chunk.split].update(documents=int(chunk.starts), bytes=len(data))
+        if chunk.split == "validation":
             held_out += data[: GZIP_LIMIT - len(held_out)]
-        group.append(block)
-        num_chars += len(block.text)
-        if num_chars >= CHUNK_CHARS:
+        group.append(chunk)
+        num_chars += len(chunk.text)
+        if num_chars >= GROUP_CHARS:
             yield group
             group = []
             num_chars = 0
@@ -252,17 +252,17 @@ def _group_blocks(
 
 
 def _encode_group(
-    tokenizer: Tokenizer, dtype: np.dtype, group: list[Block]
+    tokenizer: Tokenizer, dtype: np.dtype, group: list[Chunk]
 ) -> dict[str, np.ndarray]:
     """Return the ids of a group by split; BOS begins each document and EOS ends it."""
     ids = {split: [] for split in SPLITS}
-    for block in group:
-        if block.starts:
-            ids[block.split] += [tokenizer.bos_id, *tokenizer.encode(block.text)]
+    for chunk in group:
+        if chunk.starts:
+            ids[chunk.split] += [tokenizer.bos_id, *tokenizer.encode(chunk.text)]
         else:
-            ids[block.split] += encode_rest(tokenizer, block.text)
-        if block.ends:
-            ids[block.split].append(tokenizer.eos_id)
+            ids[chunk.split] += encode_rest(tokenizer, chunk.text)
+        if chunk.ends:
+            ids[chunk.split].append(tokenizer.eos_id)
     return {split: np.array(ids[split], dtype) for split in SPLITS}
 
 

@@ -12,7 +12,7 @@ from sentencepiece import sentencepiece_model_pb2
 from jllama.errors import JllamaError
 from jllama.tokenizers.base import BYTE_PIECES, SPACE, Ids, Tokenizer, Vocabulary, piece_bytes
 
-SEGMENT = 1 << 16
+CHUNK = 1 << 16
 """Characters of a text that the library encodes at once. It needs 40 bytes of memory for each, and
 is 2 to 3 times slower on longer texts."""
 MAX_LINES = 400_000  # a larger text is sampled for training, which then takes about 3 seconds
@@ -109,10 +109,10 @@ class SentencePieceTokenizer(Tokenizer):
         A long text is cut before newlines, which no piece crosses: the ids are the same, and come
         sooner.
         """
-        if len(text) <= SEGMENT or not self._cut_at_newlines:
+        if len(text) <= CHUNK or not self._cut_at_newlines:
             return self._processor.encode(text)
-        segments = re.findall(rf"(?s:.{{{SEGMENT}}})[^\n]*|(?s:.+)", text)
-        first, *others = self._processor.encode(segments)
+        chunks = re.findall(rf"(?s:.{{{CHUNK}}})[^\n]*|(?s:.+)", text)
+        first, *others = self._processor.encode(chunks)
         for ids in others:
             first += ids[1:]  # without the space that the library puts in front of every text
         return first

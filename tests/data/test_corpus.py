@@ -125,23 +125,23 @@ def test_missing_and_empty(tmp_path):
     st.integers(1, 30),
     st.integers(1, 30),
 )
-def test_a_text_in_blocks_is_the_text_cut_behind_lines_or_words(text, size, step):
+def test_a_text_in_chunks_is_the_text_cut_behind_lines_or_words(text, size, step):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "BLOCK", size)
-        patch.setattr(corpus, "LONGEST_BLOCK", 90)
-        blocks = list(
-            corpus.cut_blocks(text[start : start + step] for start in range(0, len(text), step))
+        patch.setattr(corpus, "CHUNK", size)
+        patch.setattr(corpus, "LONGEST_CHUNK", 90)
+        chunks = list(
+            corpus.cut_chunks(text[start : start + step] for start in range(0, len(text), step))
         )
-    assert "".join(blocks) == text
-    assert all(blocks)
-    for before, after in itertools.pairwise(blocks):
+    assert "".join(chunks) == text
+    assert all(chunks)
+    for before, after in itertools.pairwise(chunks):
         is_line = before[-1] == "\n" and not before[-2].isspace() and not after[0].isspace()
         is_word = before[-1].isalpha() and after[0] == " " and after[1].isalpha()
         assert is_line or is_word or len(before) >= 90
 
 
 def test_a_large_file_is_read_again_and_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus, "BLOCK", 50)
+    monkeypatch.setattr(corpus, "CHUNK", 50)
     text = "é the 世界 quick\n" * 100
     (tmp_path / "a.txt").write_text(text)
     (document,) = read_corpus(corpus_files(str(tmp_path), tmp_path).values())
@@ -262,7 +262,7 @@ PACK = {"gz": gzip.compress, "zst": zstd.compress}
 
 @pytest.mark.parametrize("suffix", PACK)
 def test_packed_files(tmp_path, suffix, monkeypatch):
-    monkeypatch.setattr(corpus, "BLOCK", 100)
+    monkeypatch.setattr(corpus, "CHUNK", 100)
     pack = PACK[suffix]
     text, lines = "the quick é\n" * 99, b'{"text": "one"}\n\n{"text": "two"}\n'
     (tmp_path / f"a.txt.{suffix}").write_bytes(
@@ -335,7 +335,7 @@ def parquet(path, columns, **options):
 
 
 def test_parquet(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus, "BLOCK", 10)
+    monkeypatch.setattr(corpus, "CHUNK", 10)
     texts = [f"text {number} é\n" * (number % 5) for number in range(500)] + [None]
     expected = [text for text in texts if text]
     for kind in (

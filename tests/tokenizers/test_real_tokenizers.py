@@ -123,14 +123,14 @@ def test_smollm2(smollm2, tmp_path):
 
 @pytest.mark.parametrize("name", ["llama3", "mistral", "smollm2"])
 @pytest.mark.parametrize("end", ["\n", "\n\n", "\r\n", " "])
-def test_a_corpus_in_blocks_has_the_ids_of_the_whole_text(name, end, request, monkeypatch):
+def test_a_corpus_in_chunks_has_the_ids_of_the_whole_text(name, end, request, monkeypatch):
     tokenizer = request.getfixturevalue(name)
-    monkeypatch.setattr(corpus, "BLOCK", 500)
+    monkeypatch.setattr(corpus, "CHUNK", 500)
     text = Path(inspect.__file__).read_text("utf-8").replace("\n", end) + end.join(HARD)
-    first, *rest = corpus.cut_blocks(
+    first, *rest = corpus.cut_chunks(
         text[start : start + 500] for start in range(0, len(text), 500)
     )
     assert len(rest) > 100
     assert tokenizer.encode(first) + [
-        id for block in rest for id in tokens.encode_rest(tokenizer, block)
+        id for chunk in rest for id in tokens.encode_rest(tokenizer, chunk)
     ] == tokenizer.encode(text)

@@ -57,14 +57,14 @@ def test_long_texts_cut_at_newlines_have_the_same_ids(parts: list[str]):
     text = "".join(parts)
     whole = BPE.encode(text)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "SEGMENT", 3)
+        patch.setattr(module, "CHUNK", 3)
         assert BPE.encode(text) == whole
 
 
 def test_a_long_text_is_cut_by_default():
     text = "".join(CORPUS) * 1000
     assert BPE._cut_at_newlines
-    assert len(text) > 3 * module.SEGMENT
+    assert len(text) > 3 * module.CHUNK
     assert BPE.encode(text) == BPE._processor.encode(text)
 
 
@@ -153,7 +153,7 @@ def test_models_that_cut_or_know_newlines_otherwise_still_come_back():
     tokenizer = module.SentencePieceTokenizer(model.getvalue())
     assert not tokenizer._cut_at_newlines
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "SEGMENT", 3)
+        patch.setattr(module, "CHUNK", 3)
         assert tokenizer.decode(tokenizer.encode("x:\ny:\nz:\n\n")) == "x:\ny:\nz:\n\n"
 
 
