@@ -24,6 +24,7 @@ from jllama.errors import JllamaError
 OPEN_ROWS = 256  # the number of last rows that a conversation may still be packed into
 
 _Tokens = Integer[np.ndarray, "tokens"]
+_PerConversation = Integer[np.ndarray, "conversations"]
 _RowSelection = slice | Sequence[int]
 _ALL_ROWS = slice(None)
 
@@ -85,9 +86,9 @@ class Conversations:
 
     tokens: _Tokens
     counted: Bool[np.ndarray, "tokens"]
-    starts: Integer[np.ndarray, "conversations"]
-    sizes: Integer[np.ndarray, "conversations"]
-    sources: Integer[np.ndarray, "conversations"]
+    starts: _PerConversation
+    sizes: _PerConversation
+    sources: _PerConversation
     weights: Sequence[float] = (1.0,)
     rows_each: int = 1
     reference: Float32[np.ndarray, "conversations"] | None = None

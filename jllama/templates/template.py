@@ -26,8 +26,9 @@ MAX_BYTES = 16_000_000  # of the text in UTF-8: about four million tokens
 
 MAX_WORKERS = 4  # a slow template delays other calls only when all workers are busy
 
+Worker = subprocess.Popen[bytes]
 _free_workers = threading.BoundedSemaphore(MAX_WORKERS)
-_workers: dict[int, list[subprocess.Popen[bytes]]] = {}
+_workers: dict[int, list[Worker]] = {}
 """The idle workers by the id of the process that started them: a fork of it needs its own."""
 
 
@@ -115,7 +116,7 @@ def _ask(request: bytes) -> dict[str, Any]:
             _end_worker(worker)
 
 
-def _take_worker(idle: list[subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
+def _take_worker(idle: list[Worker]) -> Worker:
     """Return the last idle worker that is alive, or a new one."""
     while True:
         try:
@@ -127,7 +128,7 @@ def _take_worker(idle: list[subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]
         _end_worker(worker)
 
 
-def _start_worker() -> subprocess.Popen[bytes]:
+def _start_worker() -> Worker:
     """Start a worker, which imports only the standard library and jinja2.
 
     It has a session of its own, so that Ctrl-C does not reach it.
@@ -144,7 +145,7 @@ def _start_worker() -> subprocess.Popen[bytes]:
     )
 
 
-def _end_worker(worker: subprocess.Popen[bytes]) -> None:
+def _end_worker(worker: Worker) -> None:
     worker.kill()
     with contextlib.suppress(OSError):  # closing its stdin flushes what it has not read
         worker.__exit__(None, None, None)

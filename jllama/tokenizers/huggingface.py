@@ -377,10 +377,12 @@ def _special_id(
 
 def _begin_with(id: int, text: str) -> Json:
     """Return the post-processor that puts a token before a text, or before each of two."""
-    pair = []
-    for number, sequence in enumerate("AB"):
-        pair.append({"SpecialToken": {"id": text, "type_id": number}})
-        pair.append({"Sequence": {"id": sequence, "type_id": number}})
+    pair = [
+        {"SpecialToken": {"id": text, "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+        {"SpecialToken": {"id": text, "type_id": 1}},
+        {"Sequence": {"id": "B", "type_id": 1}},
+    ]
     return {
         "type": "TemplateProcessing",
         "single": pair[:2],

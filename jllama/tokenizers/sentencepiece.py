@@ -167,20 +167,19 @@ class SentencePieceTokenizer(Tokenizer):
         tokens = vocabulary.tokens
         rows = zip(tokens, vocabulary.scores or (), vocabulary.token_type, strict=True)
         pieces = [{"piece": text, "score": score, "type": kind} for text, score, kind in rows]
+        unknown_id = vocabulary.unknown_token_id or 0
         trainer = {
             "model_type": "BPE",
             "byte_fallback": True,
             "vocab_size": len(tokens),
             "pad_id": -1,
+            "unk_id": unknown_id,
+            "unk_piece": tokens[unknown_id],
+            "bos_id": vocabulary.bos_token_id,
+            "bos_piece": tokens[vocabulary.bos_token_id],
+            "eos_id": vocabulary.eos_token_id,
+            "eos_piece": tokens[vocabulary.eos_token_id],
         }
-        special = {
-            "unk": vocabulary.unknown_token_id or 0,
-            "bos": vocabulary.bos_token_id,
-            "eos": vocabulary.eos_token_id,
-        }
-        for name, id in special.items():
-            trainer[f"{name}_id"] = id
-            trainer[f"{name}_piece"] = tokens[id]
         normalizer = {
             "name": "identity",
             "escape_whitespaces": True,
