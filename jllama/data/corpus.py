@@ -190,8 +190,8 @@ def read_corpus(
                 continue
             for place, fields in read_rows(path, [text_field], check, findings):
                 text = fields[text_field] or ""
-                refuse = fault_of(f"{place} is not a JSON object", UnicodeEncodeError)
-                with findings.noted(), refuse:
+                problem = f"{place} is not a JSON object"
+                with findings.noted(), fault_of(problem, UnicodeEncodeError):
                     text.encode()  # raises for a lone surrogate
                     if text:
                         yield functools.partial(cut_chunks, [text])
@@ -212,8 +212,8 @@ def read_rows(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the place and the fields of each JSON object or Parquet row of a file.
 
-    JSON objects stand in lines that are not blank, or in one array; all their fields are returned.
-    Only the columns in ``names`` are read from Parquet.
+    A JSON object is a line that is not blank, or an element of one array; all its fields are
+    returned. Only the columns in ``names`` are read from Parquet.
 
     ``check`` may raise ``JllamaError``. It is called with the place of an object, or with the path
     of a Parquet file, and with the types of the fields by name.
@@ -229,11 +229,9 @@ def read_rows(
             yield from ((f"{path} row {number}", row) for number, row in enumerate(rows, 1))
             return
         for place, value in _json_values(path, file):
-            refuse = fault_of(
-                f"{place} is not a JSON object", ValueError, TypeError, RecursionError
-            )
+            problem = f"{place} is not a JSON object"
             with findings.noted():
-                with refuse:
+                with fault_of(problem, ValueError, TypeError, RecursionError):
                     if isinstance(value, bytes):
                         value = json.loads(value.decode())
                     fields = {**value}
@@ -271,8 +269,10 @@ def _open_file(path: Path) -> Iterator[tuple[str | None, Any]]:
         f"{path} must be converted to UTF-8 text, read by another data.encoding, fetched again "
         "or left out"
     )
-    refuse = fault_of(advice, OSError, EOFError, ValueError, LookupError, zlib.error)
-    with refuse, path.open("rb") as file:
+    with (
+        fault_of(advice, OSError, EOFError, ValueError, LookupError, zlib.error),
+        path.open("rb") as file,
+    ):
         start = file.peek(16)
         kind = next((kind for magic, kind in _KINDS.items() if start.startswith(magic)), None)
         if kind == "gzip":

@@ -176,7 +176,7 @@ class BatchSource:
 
 @dataclasses.dataclass
 class CountedBatches:
-    """An iterator whose state is the number of batches read so far; the step checks the batches."""
+    """An iterator whose state is the number of batches read so far."""
 
     batches: Iterator[Any]
     count: int = 0

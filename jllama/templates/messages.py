@@ -362,7 +362,7 @@ def conversation_tokens(
     for number, (start, end, written, is_open) in enumerate(spans):
         rest = text[end:].lstrip()
         if is_open:
-            # The template's own text stands before the token that ends the answer.
+            # The template writes text of its own before the token that ends the answer.
             rest = rest[min((rest.find(token) for token in ends if token in rest), default=0) :]
         following = _special_at(tokenizer, rest)
         is_ended = is_tagged and text[start:end].rstrip().endswith(tuple(ends))

@@ -193,8 +193,8 @@ class SentencePieceTokenizer(Tokenizer):
 def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> SentencePieceTokenizer:
     """Train a byte-pair encoding with Llama 2's settings.
 
-    It learns from lines, as Llama 2's did, so a newline is the byte token 13. Of a large text,
-    ``_sample_lines`` draws some. The same documents give the same model, byte for byte.
+    It learns from lines, as Llama 2's did, so a newline is the byte token 13. A large text is
+    sampled (``_sample_lines``). The same documents give the same model, byte for byte.
 
     Raises:
         JllamaError: there is no text, or the text cannot fill the vocabulary, or the vocabulary is
