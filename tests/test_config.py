@@ -103,7 +103,7 @@ def test_a_config_is_frozen():
             for value in (0, -1)
         ],
         *[
-            ({name: -1}, f"^{name} is -1; it must be positive, or 0 to work it out$")
+            ({name: -1}, f"^{name} is -1; it must be positive, or 0 to derive it$")
             for name in ("vocab_size", "num_kv_heads", "head_dim", "mlp_dim")
         ],
         *[
@@ -114,14 +114,14 @@ def test_a_config_is_frozen():
         *[
             (
                 {name: most + 1},
-                f"^{name} is {most + 1:,}, and no Llama's is over {most:,}: it cannot be meant$",
+                f"^{name} is {most + 1:,}; it must be at most {most:,}: no Llama has more$",
             )
             for name, most in MAX_SIZES.items()
         ],
-        ({"embed_dim": 10**8}, "^embed_dim is 100,000,000, and no"),
-        ({"num_layers": 10**6}, "^num_layers is 1,000,000, and no"),
-        ({"vocab_size": 99_999_999_999}, "^vocab_size is 99,999,999,999, and no"),
-        ({"max_seq_len": 2**63 - 1}, "^max_seq_len is 9,223,372,036,854,775,807, and no"),
+        ({"embed_dim": 10**8}, "^embed_dim is 100,000,000; it must be at most"),
+        ({"num_layers": 10**6}, "^num_layers is 1,000,000; it must be at most"),
+        ({"vocab_size": 99_999_999_999}, "^vocab_size is 99,999,999,999; it must be at most"),
+        ({"max_seq_len": 2**63 - 1}, "^max_seq_len is 9,223,372,036,854,775,807; it must be at most"),
         (
             {"embed_dim": 100, "num_heads": 3},
             "^embed_dim 100 is not divisible by num_heads 3: .* give head_dim$",
@@ -199,7 +199,7 @@ def test_what_cannot_be_built_is_refused(settings, message):
         *[
             (
                 {"type": "yarn", "factor": 8.0, "attention_factor": value},
-                f"^rope_scaling.attention_factor is {value}; it must be positive, or 0 to work it out$",
+                f"^rope_scaling.attention_factor is {value}; it must be positive, or 0 to derive it$",
             )
             for value in (-1.0, float("nan"))
         ],

@@ -233,7 +233,7 @@ def test_auto_where_there_is_no_cluster(workshop, tmp_path):
         ),
         (
             ("--distributed.num_processes", "2"),
-            "num_processes is 2; it must be left out without a coordinator as HOST",
+            "num_processes is 2; it must be left out unless distributed.coordinator is",
         ),
         (("--distributed.process_id", "1"), "process_id is 1; it must be from 0 to 0"),
     ],
