@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Compiling is most of what the tests do: with these flags a program takes a quarter of the time. Processes that tests
-# start get them too, from the environment. XLA refuses a flag it does not know: jax 0.11 has one code generator alone.
+# Compiling is most of what the tests do: with these flags a program takes a quarter of the time.
+# Processes that tests start get them too, from the environment. XLA refuses a flag it does not
+# know: jax 0.11 has one code generator alone.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
@@ -36,8 +37,8 @@ del os.environ["JLLAMA_CHECK_SHAPES"]  # processes that the tests start run as a
 _cache = tempfile.TemporaryDirectory(prefix="jllama-tests-")  # not the user's own
 os.environ.setdefault("JLLAMA_CACHE", _cache.name)
 
-# Compiled programs are shared by the workers of pytest-xdist and kept for later runs, but not by processes that the
-# tests start. The folder's own name says that they are not what users run.
+# Compiled programs are shared by the workers of pytest-xdist and kept for later runs, but not by
+# processes that the tests start. The folder's own name says that they are not what users run.
 COMPILED = (
     Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jllama-tests" / "compiled"
 )
@@ -51,10 +52,11 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 def no_kept_programs():
     """A command that ran in this process does not change how later tests' programs are called."""
     yield
-    programs._keeps.clear()
+    programs._is_enabled.clear()
 
 
-# A slow machine is no fault of what is tested: neither a deadline nor a limit on how long drawing takes.
+# A slow machine is no fault of what is tested: neither a deadline nor a limit on how long drawing
+# takes.
 hypothesis.settings.register_profile(
     "ci",
     deadline=None,

@@ -51,7 +51,7 @@ def generate(**settings):
 
 
 def later_process(monkeypatch, keeps=True):
-    monkeypatch.setattr(programs, "_keeps", threading.Event())
+    monkeypatch.setattr(programs, "_is_enabled", threading.Event())
     monkeypatch.setattr(programs, "_programs", {})
     monkeypatch.setattr(programs, "_loading", {})
     if keeps:
@@ -189,7 +189,7 @@ def test_nothing_is_run_but_what_is_asked_for(folder, tmp_path, monkeypatch):
         found.result()
     assert not mark.exists()
     plant(folder, "f" * 64, mark, 0o600)
-    programs._loaded("f" * 64)
+    programs._load("f" * 64)
     assert mark.exists()  # so it would have been seen
 
 
