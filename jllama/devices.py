@@ -41,7 +41,8 @@ class Accelerator(NamedTuple):
     node: int = 8
 
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of <malloc.h>
+_M_TRIM_THRESHOLD = -1  # of <malloc.h>
+_M_MMAP_MAX = -4
 _GIB = 2**30
 _H100_BYTES = 84942979072
 ACCELERATORS = {
@@ -167,7 +168,9 @@ def describe_driver(device: Any, root: Path = Path("/")) -> str:
     parts = [" ".join(device.client.platform_version.split())]
     with contextlib.suppress(OSError):
         text = (root / "proc/driver/nvidia/version").read_text(encoding="utf-8")
-        parts += [f"driver {version}" for version in re.findall(r"\b\d{3,}\.\d+[.\d]*", text)[:1]]
+        version = re.search(r"\b\d{3,}\.\d+[.\d]*", text)
+        if version:
+            parts.append(f"driver {version[0]}")
     if os.environ.get("XLA_FLAGS"):
         parts.append(f"XLA_FLAGS {os.environ['XLA_FLAGS']}")
     return ", ".join(parts)

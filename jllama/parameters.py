@@ -91,21 +91,16 @@ class Parameter:
         return tuple(axis for axis in self.axes if axis not in ("layers", *self.inputs))
 
 
-def _matrix(axes: str, **columns: Any) -> Parameter:
-    """Return the row of a matrix; ``axes`` are separated by spaces, a star marks the inputs."""
+def _row(axes: str, **columns: Any) -> Parameter:
+    """Return a row; ``axes`` are separated by spaces, a star marks the inputs of a matrix."""
     inputs = tuple(axis[1:] for axis in axes.split() if axis.startswith("*"))
     return Parameter(tuple(axes.replace("*", "").split()), inputs, **columns)
-
-
-def _scale(axes: str, **columns: Any) -> Parameter:
-    """Return the row of a norm's scale."""
-    return Parameter(tuple(axes.split()), role="scale", init="ones", **columns)
 
 
 PARAMETERS = {
     # Rows of the embedding are looked up, not summed. If it is tied, it makes the logits, which
     # must start near zero (loss = ln vocab_size): hence the gain.
-    "embed": _matrix(
+    "embed": _row(
         "vocab *embed",
         meta="tok_embeddings",
         huggingface="model.embed_tokens",
@@ -113,14 +108,16 @@ PARAMETERS = {
         llama2c=0,
         gain=0.25,
     ),
-    "layers/attn_norm": _scale(
+    "layers/attn_norm": _row(
         "layers embed",
+        role="scale",
+        init="ones",
         meta="attention_norm",
         huggingface="input_layernorm",
         gguf="attn_norm",
         llama2c=1,
     ),
-    "layers/wq": _matrix(
+    "layers/wq": _row(
         "layers *embed heads head_dim",
         meta="attention.wq",
         huggingface="self_attn.q_proj",
@@ -129,7 +126,7 @@ PARAMETERS = {
         rotary=True,
         joined="wqkv",
     ),
-    "layers/wk": _matrix(
+    "layers/wk": _row(
         "layers *embed kv_heads head_dim",
         meta="attention.wk",
         huggingface="self_attn.k_proj",
@@ -138,7 +135,7 @@ PARAMETERS = {
         rotary=True,
         joined="wqkv",
     ),
-    "layers/wv": _matrix(
+    "layers/wv": _row(
         "layers *embed kv_heads head_dim",
         meta="attention.wv",
         huggingface="self_attn.v_proj",
@@ -146,7 +143,7 @@ PARAMETERS = {
         llama2c=4,
         joined="wqkv",
     ),
-    "layers/wo": _matrix(
+    "layers/wo": _row(
         "layers *heads *head_dim embed",
         meta="attention.wo",
         huggingface="self_attn.o_proj",
@@ -154,14 +151,16 @@ PARAMETERS = {
         llama2c=5,
         residual=True,
     ),
-    "layers/mlp_norm": _scale(
+    "layers/mlp_norm": _row(
         "layers embed",
+        role="scale",
+        init="ones",
         meta="ffn_norm",
         huggingface="post_attention_layernorm",
         gguf="ffn_norm",
         llama2c=6,
     ),
-    "layers/w_gate": _matrix(
+    "layers/w_gate": _row(
         "layers *embed mlp",
         meta="feed_forward.w1",
         huggingface="mlp.gate_proj",
@@ -169,7 +168,7 @@ PARAMETERS = {
         llama2c=7,
         joined="w_gate_up",
     ),
-    "layers/w_up": _matrix(
+    "layers/w_up": _row(
         "layers *embed mlp",
         meta="feed_forward.w3",
         huggingface="mlp.up_proj",
@@ -177,7 +176,7 @@ PARAMETERS = {
         llama2c=9,
         joined="w_gate_up",
     ),
-    "layers/w_down": _matrix(
+    "layers/w_down": _row(
         "layers *mlp embed",
         meta="feed_forward.w2",
         huggingface="mlp.down_proj",
@@ -185,10 +184,16 @@ PARAMETERS = {
         llama2c=8,
         residual=True,
     ),
-    "final_norm": _scale(
-        "embed", meta="norm", huggingface="model.norm", gguf="output_norm", llama2c=10
+    "final_norm": _row(
+        "embed",
+        role="scale",
+        init="ones",
+        meta="norm",
+        huggingface="model.norm",
+        gguf="output_norm",
+        llama2c=10,
     ),
-    "lm_head": _matrix(
+    "lm_head": _row(
         "*embed vocab",
         meta="output",
         huggingface="lm_head",

@@ -23,6 +23,7 @@ from jllama.config import LlamaConfig, MeshConfig
 from jllama.errors import UsageError, unknown_name
 from jllama.parameters import Parameter, axis_sizes, parameter_table, shape_of
 
+AnyMesh = Mesh | AbstractMesh
 AXES = ("data", "fsdp", "sequence", "tensor")
 RULES: dict[str, tuple[str, ...]] = {
     "vocab": ("tensor", "fsdp"),
@@ -93,7 +94,7 @@ def ruleset(config: MeshConfig) -> Mapping[str, Sequence[str]]:
 
 
 def row_spec(
-    mesh: Mesh | AbstractMesh, row: Parameter, config: LlamaConfig, rules: Any = RULES
+    mesh: AnyMesh, row: Parameter, config: LlamaConfig, rules: Any = RULES
 ) -> PartitionSpec:
     """Return how a parameter is split in training: matrices by the rules, where sizes divide."""
     if not row.inputs:
@@ -120,7 +121,7 @@ def matrix_sharding(mesh: Mesh, row: Parameter, config: LlamaConfig) -> NamedSha
     return NamedSharding(mesh, PartitionSpec(by_axis[row.outputs[0]], by_axis[row.inputs[0]]))
 
 
-def check_divides(mesh: Mesh | AbstractMesh, config: LlamaConfig, rules: Any = RULES) -> None:
+def check_divides(mesh: AnyMesh, config: LlamaConfig, rules: Any = RULES) -> None:
     """Check that a model can be split over a mesh.
 
     Raises:
@@ -155,9 +156,7 @@ def _nearest_ways(max_ways: int, sizes: Sequence[int]) -> int:
     return max(n for n in range(1, max_ways + 1) if any(size % n == 0 for size in sizes))
 
 
-def state_sharding(
-    mesh: Mesh | AbstractMesh, config: LlamaConfig, state: Any, rules: Any = RULES
-) -> Any:
+def state_sharding(mesh: AnyMesh, config: LlamaConfig, state: Any, rules: Any = RULES) -> Any:
     """Return the sharding of every leaf of a training state (arrays or their shapes).
 
     A leaf whose path ends in a parameter's path and that has its shape, with all layers or some, is
@@ -183,7 +182,7 @@ def state_sharding(
     return jax.tree_util.tree_map_with_path(sharding, state)
 
 
-def batch_shardings(mesh: Mesh | AbstractMesh, tree: Any) -> Any:
+def batch_shardings(mesh: AnyMesh, tree: Any) -> Any:
     """Return the sharding of every array of a decoding batch.
 
     Arrays are ``[rows, ...]``, or ``[rows, kv_heads, seq, head_dim]`` in a cache. Rows are split
@@ -195,7 +194,7 @@ def batch_shardings(mesh: Mesh | AbstractMesh, tree: Any) -> Any:
     return jax.tree.map(lambda leaf: NamedSharding(mesh, _batch_spec(mesh, names, leaf)), tree)
 
 
-def _batch_spec(mesh: Mesh | AbstractMesh, names: tuple[str, ...], leaf: Any) -> PartitionSpec:
+def _batch_spec(mesh: AnyMesh, names: tuple[str, ...], leaf: Any) -> PartitionSpec:
     """Return how an array of a decoding batch is split, with its rows over some mesh axes."""
     ways = math.prod(mesh.shape[name] for name in names)
     rows = names if names and leaf.shape[0] % ways == 0 else None
@@ -205,7 +204,7 @@ def _batch_spec(mesh: Mesh | AbstractMesh, names: tuple[str, ...], leaf: Any) ->
     return PartitionSpec(rows) if rows else PartitionSpec()
 
 
-def spread(mesh: Mesh | AbstractMesh | None, function: Callable[..., Array], *arrays: Any) -> Array:
+def spread(mesh: AnyMesh | None, function: Callable[..., Array], *arrays: Any) -> Array:
     """Apply a function to each device's rows and heads; the result is split like ``arrays[0]``."""
     if mesh is None:
         return function(*arrays)
@@ -296,7 +295,7 @@ def gather_stages(mesh: Mesh) -> list[list[list[int]] | None]:
 
 
 def spread_attention(
-    mesh: Mesh | AbstractMesh,
+    mesh: AnyMesh,
     query: Array,
     key: Array,
     value: Array,

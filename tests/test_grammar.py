@@ -369,14 +369,14 @@ def test_what_is_kept_is_bounded_and_used_last(monkeypatch):
     monkeypatch.setattr(
         module, "_compile", lambda *given: compiled.append(given[0].text[:1]) or compile_(*given)
     )
-    monkeypatch.setattr(module, "_kept", {})
-    monkeypatch.setattr(module, "MAX_KEPT", 3000)
+    monkeypatch.setattr(module, "_cache", {})
+    monkeypatch.setattr(module, "MAX_CACHED_CHARACTERS", 3000)
     for char in "abcdefg":
         for text in ("z" * 1000, char * 1000):
             assert Matcher(Grammar("regex", text), BYTES, (2,)).allowed().any()
-        assert sum(len(kept.text) for kept, _ in module._kept) <= 3000
+        assert sum(len(kept.text) for kept, _ in module._cache) <= 3000
     assert "".join(compiled) == "zabcdefg"
-    assert [kept.text[0] for kept, _ in module._kept] == ["f", "z", "g"]
+    assert [kept.text[0] for kept, _ in module._cache] == ["f", "z", "g"]
 
 
 def test_wrong_use(monkeypatch):
