@@ -1,4 +1,6 @@
-"""Before any test: JAX on the CPU unless told otherwise, shapes and types checked in every call into jllama."""
+"""Before any test: JAX on the CPU unless told otherwise, shapes and types checked in every call
+into jllama.
+"""
 
 import contextlib
 import importlib.metadata
@@ -69,12 +71,15 @@ hypothesis.settings.load_profile("ci")
 
 
 VERSIONS = (
-    "functional commands/test_cli.py commands/test_train.py checkpoints/test_run.py data/test_batches.py "
+    "functional commands/test_cli.py commands/test_train.py checkpoints/test_run.py "
+    "data/test_batches.py "
     "data/test_chats.py serve/test_engine.py evaluation/test_scoring.py generation/test_engine.py "
-    "training/test_optimizer.py training/test_step.py test_64_bits.py test_config.py test_decode_layout.py "
-    "test_model.py test_sharding.py test_typecheck.py"
+    "training/test_optimizer.py training/test_step.py test_64_bits.py test_config.py "
+    "test_decode_layout.py test_model.py test_sharding.py test_typecheck.py"
 )
-"""What depends on the versions of jax, flax, optax, orbax, grain and jsonargparse: ``python -m pytest -m versions``."""
+"""What depends on the versions of jax, flax, optax, orbax, grain and jsonargparse: ``python -m
+pytest -m versions``.
+"""
 
 
 LONGEST_FIRST = [
@@ -91,7 +96,9 @@ LONGEST_FIRST = [
     "checkpoints",
     "verify",
 ]
-"""How the paths of what takes longest begin, for two workers to end together: not by how many tests a file has."""
+"""How the paths of what takes longest begin, for two workers to end together: not by how many tests
+a file has.
+"""
 
 
 def pytest_collection_modifyitems(items):

@@ -1,4 +1,6 @@
-"""Texts that must match: masks against trying every token, texts against ``re`` and ``jsonschema``, nasty grammars."""
+"""Texts that must match: masks against trying every token, texts against ``re`` and ``jsonschema``,
+nasty grammars.
+"""
 
 import concurrent.futures
 import json
@@ -97,7 +99,9 @@ def matches(regex, text):
 def test_a_mask_holds_the_tokens_that_can_come_next_and_where_the_text_matches_the_stop_ids(
     tokenizer, regex, seed
 ):
-    """Tried one by one; whether a text matches, and that each can still come to match, is what ``re`` says."""
+    """Tried one by one; whether a text matches, and that each can still come to match, is what
+    ``re`` says.
+    """
     stop_ids = (tokenizer.eos_id, tokenizer.bos_id)
     matcher, random, pieces = (
         Matcher(Grammar("regex", regex), tokenizer, stop_ids),
@@ -138,7 +142,9 @@ def test_pieces_are_the_text_of_tokens(tokenizer):
     order=st.randoms(use_true_random=False),
 )
 def test_matchers_share_nothing(tokenizer, seeds, order):
-    """Each goes its way as alone, whatever the others of the same grammar have taken meanwhile, also in threads."""
+    """Each goes its way as alone, whatever the others of the same grammar have taken meanwhile,
+    also in threads.
+    """
     grammar = Grammar("json_schema", '{"type": "array", "items": {"type": ["string", "integer"]}}')
 
     def new():

@@ -1,4 +1,6 @@
-"""A program from an earlier process gives the bits of one that was traced here, and is never one of other code."""
+"""A program from an earlier process gives the bits of one that was traced here, and is never one of
+other code.
+"""
 
 import dataclasses
 import functools
@@ -178,7 +180,9 @@ def plant(folder, key, mark, mode):
 
 
 def test_nothing_is_run_but_what_is_asked_for(folder, tmp_path, monkeypatch):
-    """However new it is, and whatever its name; and not what others can write, though it is asked for."""
+    """However new it is, and whatever its name; and not what others can write, though it is asked
+    for.
+    """
     expected, mark = generate(), tmp_path / "mark"
     for number, key in enumerate([*(path.name for path in folder.iterdir()), "f" * 64]):
         plant(folder, key, mark, 0o600 if key == "f" * 64 else 0o666)
