@@ -1,4 +1,6 @@
-"""The arrows of the house, read from the imports of every module, those inside functions and for types alone too."""
+"""The arrows of the house, read from the imports of every module, those inside functions and for
+types alone too.
+"""
 
 import ast
 import functools
@@ -29,7 +31,9 @@ FLOORS = [
     {"commands"},
     {"__main__"},
 ]
-"""A room (a module or a folder of them) imports rooms of lower floors and itself, and none beside it."""
+"""A room (a module or a folder of them) imports rooms of lower floors and itself, and none beside
+it.
+"""
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 FORBIDDEN = {("evaluation", "checkpoints")}
 """Downward, and still not wanted: the room gets a loaded model."""
@@ -62,7 +66,9 @@ def trees() -> dict[str, ast.Module]:
 
 
 def home(name: str) -> str | None:
-    """The module that ``name`` (``jllama.model``, ``jllama.model.Llama``, ``jllama.load``) comes from."""
+    """The module that ``name`` (``jllama.model``, ``jllama.model.Llama``, ``jllama.load``) comes
+    from.
+    """
     while name not in trees() and "." in name:
         parent, _, last = name.rpartition(".")
         if parent == "jllama" and last in jllama._HOMES:
@@ -132,7 +138,9 @@ def circles() -> list[frozenset[str]]:
 
 
 def module_names_in_strings(tree: ast.Module) -> Iterator[str]:
-    """Modules of ours that are imported by a string: given to ``import_module`` or the like, or inside a program."""
+    """Modules of ours that are imported by a string: given to ``import_module`` or the like, or
+    inside a program.
+    """
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if (
@@ -158,7 +166,9 @@ def test_every_room_has_a_floor():
 
 
 def test_arrows_point_one_way():
-    """No import upward or between neighbors, no circle, no module of ours in a string but in a registry."""
+    """No import upward or between neighbors, no circle, no module of ours in a string but in a
+    registry.
+    """
     found = set(violations())
     assert found - KNOWN == set(), "these imports are new"
     assert KNOWN - found == set(), "these entries of KNOWN hold by now: remove them"

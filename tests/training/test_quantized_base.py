@@ -112,7 +112,7 @@ def test_nf4_without_its_package_is_one_sentence(monkeypatch):
 
 def test_targets_and_ranks_that_do_not_fit_are_refused():
     with pytest.raises(
-        UsageError, match=r"lora.targets has q_proj, and of a layer's matrices there are wq, wk"
+        UsageError, match=r"lora.targets has q_proj; the matrices of a layer are wq, wk"
     ):
         lora.adapter_shapes(CONFIG, LoraConfig(rank=4, targets=("q_proj",)))
     with pytest.raises(UsageError, match=r"lora.rank is 4000; it must be at most"):
