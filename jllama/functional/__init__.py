@@ -1,4 +1,7 @@
-"""Pure functions on arrays, each with its formula and source; nothing here imports the rest of jllama."""
+"""Pure functions on arrays, each with its formula and source.
+
+Nothing here imports the rest of jllama.
+"""
 
 from jllama.functional.attention import (
     ATTENDED as ATTENDED,
