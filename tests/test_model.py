@@ -179,7 +179,7 @@ WRONG_TOKENS = {
     "float": (jnp.ones((1, 8)), r"tokens is float32\[1, 8\]; token ids are integers"),
     "one row alone": (
         ids(8),
-        r"tokens is int32\[8\]; it must be \[batch, seq\]; of a row alone, take tokens\[None\]",
+        r"tokens is int32\[8\]; it must be \[batch, seq\]; for a single row, pass tokens\[None\]",
     ),
     "a list of numbers": ([1, 2], r"tokens is int64\[2\]; it must be \[batch, seq\]"),
     "a ragged list": ([[1, 2], [3]], "the rows of tokens differ in length: pad them"),
@@ -238,7 +238,7 @@ def test_models_refuse_what_are_not_ids_of_theirs():
     sentences = [
         "tokens holds the id 10; this model's are 0 to 9",
         "tokens is float32[1, 8]; token ids are integers",
-        "tokens is int32[8]; it must be [batch, seq]; of a row alone, take tokens[None]",
+        "tokens is int32[8]; it must be [batch, seq]; for a single row, pass tokens[None]",
     ]
     assert run.stdout.splitlines() == 4 * sentences
 

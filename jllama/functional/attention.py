@@ -21,6 +21,7 @@ from jllama.functional.shapes import checked
 Queries = Float[Array, "batch heads seq head_dim"]
 Keys = Float[Array, "batch kv_heads kv_seq head_dim"]
 Scores = Float[Array, "*lead kv_seq"]
+Arrays = tuple[Array, ...]
 
 _BLOCK = 64  # queries
 _MAX_SPANS = 8
@@ -300,9 +301,7 @@ def _flash_forward(
     return out, (q, k, v, mask, out, lse)
 
 
-def _attend_block(
-    q: Array, k: Array, v: Array, mask: Mask, size: int, first: Array
-) -> tuple[Array, Array]:
+def _attend_block(q: Array, k: Array, v: Array, mask: Mask, size: int, first: Array) -> Arrays:
     """Return the output and ``lse`` of a block of queries."""
     q = _block(q, first, size)
     softmax = _softmax(_block_scores(q, k, mask, first), v)
@@ -332,9 +331,7 @@ def _flash_backward(residuals: tuple[Any, ...], d_out: Array) -> tuple[Array, Ar
 _flash.defvjp(_flash_forward, _flash_backward)
 
 
-def _span_gradients(
-    span: _Span, mask: Mask, arrays: tuple[Array, ...], k: Array, v: Array
-) -> tuple[Array, Array, Array]:
+def _span_gradients(span: _Span, mask: Mask, arrays: Arrays, k: Array, v: Array) -> Arrays:
     """Return the gradients of a span's queries, in blocks, and what it adds to those of keys.
 
     ``arrays`` are the queries, the gradient of the output, ``lse`` and ``delta``.
@@ -342,7 +339,7 @@ def _span_gradients(
     wide = arrays[2].dtype
     product = functools.partial(jnp.einsum, preferred_element_type=wide)
 
-    def add_block(sums: tuple[Array, Array], first: Array) -> tuple[tuple[Array, Array], Array]:
+    def add_block(sums: Arrays, first: Array) -> tuple[Arrays, Array]:
         d_k, d_v = sums
         q, d_out, lse, delta = (_block(array, first, span.size) for array in arrays)
         p = jnp.exp(_block_scores(q, k, mask, first) - lse)

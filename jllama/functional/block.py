@@ -69,7 +69,9 @@ def rope_tables(
         digit = (positions >> shift) & 255
         digit_cos = jnp.asarray(np.cos(angles), jnp.float32)[digit]
         digit_sin = jnp.asarray(np.sin(angles), jnp.float32)[digit]
-        cos, sin = cos * digit_cos - sin * digit_sin, sin * digit_cos + cos * digit_sin
+        real = cos * digit_cos - sin * digit_sin
+        sin = sin * digit_cos + cos * digit_sin
+        cos = real
     return cos, sin
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int8
+from jaxtyping import Array, Float
 
 from jllama.functional.int8 import int8_rows, split_product, widen_late
 
@@ -82,7 +82,7 @@ class DecodeMatrix:
             product = functools.partial(_product, dtype=dtype)
             on_cpu = functools.partial(_product_from_left, dtype=dtype) if is_few else product
             return jax.lax.platform_dependent(x, self.values, cpu=on_cpu, default=product)
-        on_cpu = split_product if is_few else _product_widened_late
+        on_cpu = split_product if is_few else _late_product
         product = jax.lax.platform_dependent(x, self.values, cpu=on_cpu, default=_product)
         return (product * self.scale.astype(product.dtype)).astype(dtype)
 
@@ -197,5 +197,5 @@ def _product_from_left(x: Array, values: Array, dtype: Any) -> Array:
     return jax.lax.optimization_barrier(product).T
 
 
-def _product_widened_late(x: Array, values: Int8[Array, "outputs inputs"]) -> Array:
+def _late_product(x: Array, values: Array) -> Array:
     return _product(x, widen_late(values, x))

@@ -18,6 +18,7 @@ Hidden = Float[Array, "batch seq embed"]
 Head = Float[Array | DecodeMatrix, "embed vocab"]
 Ids = Int[Array, "batch seq"]
 Flags = Bool[Array, "batch seq"]
+Arrays = tuple[Array, ...]
 
 
 @checked
@@ -57,7 +58,8 @@ def linear_cross_entropy(
     """
     wide = np.promote_types(hidden.dtype, np.float32)
     length = _chunk_length(targets.shape, chunk_tokens)
-    return _loss(z_loss, length, hidden, head, targets, mask), jnp.sum(mask, dtype=wide)
+    tokens = _Tokens(hidden, targets, mask)
+    return _loss(z_loss, length, head, tokens), jnp.sum(mask, dtype=wide)
 
 
 @checked
@@ -104,163 +106,160 @@ def _chunk_length(shape: tuple[int, ...], chunk_tokens: int) -> int:
     return math.ceil(seq / num_chunks)
 
 
+class _Tokens(NamedTuple):
+    """Arrays ``[batch, seq, ...]``, or ``[tokens, ...]``, that a loss is computed from."""
+
+    hidden: Array
+    targets: Any  # Array; None among gradients, like the mask
+    mask: Any
+
+    def chunk(self, index: Array, length: int) -> "_Tokens":
+        """Return ``length`` tokens of each row."""
+        cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=length, axis=1)
+        return jax.tree.map(lambda array: cut(array, index * length), self)
+
+    def zero_uncounted(self) -> "_Tokens":
+        """Return zeros for activations that are not counted, whatever they hold."""
+        return self._replace(hidden=jnp.where(self.mask[..., None], self.hidden, 0))
+
+    def counted_first(self, length: int) -> tuple["_Tokens", Array, Array]:
+        """Move counted tokens to the front of each row, in order, and pad to whole chunks.
+
+        Return these, the index that each token had, and how many chunks have counted tokens.
+        """
+        seq = self.mask.shape[1]
+        order = jnp.argsort(~self.mask, axis=1, stable=True)
+        counts = jnp.sum(self.mask, axis=1)
+        padded = jnp.pad(order, ((0, 0), (0, -seq % length)))
+        hidden = jnp.take_along_axis(self.hidden, padded[..., None], axis=1)
+        targets = jnp.take_along_axis(self.targets, padded, axis=1)
+        is_counted = jnp.arange(padded.shape[1]) < counts[:, None]
+        return _Tokens(hidden, targets, is_counted), order, -(-jnp.max(counts) // length)
+
+
 # The loss over all chunks, without and with gradients
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _loss(
-    z_loss: float, length: int, hidden: Array, head: Any, targets: Array, mask: Array
-) -> Array:
-    hidden = jnp.where(mask[..., None], hidden, 0)
-    if length == targets.shape[1]:
-        return _chunk_loss(z_loss, head, hidden, targets, mask)
-    rows = _counted_first(hidden, targets, mask, length)
+def _loss(z_loss: float, length: int, head: Any, tokens: _Tokens) -> Array:
+    tokens = tokens.zero_uncounted()
+    if length == tokens.mask.shape[1]:
+        return _chunk_loss(z_loss, head, tokens)
+    tokens, _, num_chunks = tokens.counted_first(length)
 
     def add_chunk(index: Array, total: Array) -> Array:
-        return total + _chunk_loss(z_loss, head, *rows.chunk(index, length))
+        return total + _chunk_loss(z_loss, head, tokens.chunk(index, length))
 
-    zero = jnp.zeros((), np.promote_types(hidden.dtype, np.float32))
-    return jax.lax.fori_loop(0, rows.num_chunks, add_chunk, zero)
+    zero = jnp.zeros((), np.promote_types(tokens.hidden.dtype, np.float32))
+    return jax.lax.fori_loop(0, num_chunks, add_chunk, zero)
 
 
-def _loss_forward(
-    z_loss: float, length: int, hidden: Array, head: Any, targets: Array, mask: Array
-) -> tuple[Array, tuple[Array, Array]]:
-    """Compute the loss and, as residuals, the gradients of ``hidden`` and ``head``."""
+def _loss_forward(z_loss: float, length: int, head: Any, tokens: _Tokens) -> tuple[Array, Arrays]:
+    """Compute the loss and, as residuals, the gradients of ``head`` and ``hidden``."""
     if isinstance(head, DecodeMatrix):
         raise ValueError(
             "linear_cross_entropy: head is laid out for decoding, which has no gradients; "
             "give an array"
         )
-    hidden = jnp.where(mask[..., None], hidden, 0)
-    if length == targets.shape[1]:
-        total, d_hidden, d_logits = _chunk_gradients(z_loss, head, hidden, targets, mask)
-        d_head = _head_gradient(hidden, d_logits)
-        return total, (d_hidden, d_head.astype(head.dtype))
+    tokens = tokens.zero_uncounted()
+    if length == tokens.mask.shape[1]:
+        total, d_hidden, d_logits = _chunk_gradients(z_loss, head, tokens)
+        d_head = _head_gradient(tokens.hidden, d_logits)
+        return total, (d_head.astype(head.dtype), d_hidden)
 
-    rows = _counted_first(hidden, targets, mask, length)
+    tokens, order, num_chunks = tokens.counted_first(length)
+    hidden = tokens.hidden
     wide = np.promote_types(hidden.dtype, np.float32)
     embed, vocab = head.shape
     # The gradient of the head is the product of all activations with the gradients of all logits.
     # It is one product after the loop if the latter take at most half of its memory in float32.
     # Otherwise each chunk adds its product.
-    stores_logits = 2 * rows.hidden.size * hidden.dtype.itemsize <= wide.itemsize * embed**2
+    stores_logits = 2 * hidden.size * hidden.dtype.itemsize <= wide.itemsize * embed**2
 
-    def add_chunk(index: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def add_chunk(index: Array, sums: Arrays) -> Arrays:
         total, d_hidden, d_logits_or_head = sums
-        chunk = rows.chunk(index, length)
-        loss, d_chunk, d_logits = _chunk_gradients(z_loss, head, *chunk)
+        chunk = tokens.chunk(index, length)
+        loss, d_chunk, d_logits = _chunk_gradients(z_loss, head, chunk)
         write = functools.partial(
             jax.lax.dynamic_update_slice_in_dim, start_index=index * length, axis=1
         )
         if stores_logits:
             d_logits_or_head = write(d_logits_or_head, d_logits)
         else:
-            d_logits_or_head += _head_gradient(chunk[0], d_logits)
+            d_logits_or_head += _head_gradient(chunk.hidden, d_logits)
         return total + loss, write(d_hidden, d_chunk), d_logits_or_head
 
     if stores_logits:
-        d_logits_or_head = jnp.zeros((*rows.targets.shape, vocab), hidden.dtype)
+        d_logits_or_head = jnp.zeros((*tokens.targets.shape, vocab), hidden.dtype)
     else:
         d_logits_or_head = jnp.zeros(head.shape, wide)
-    zeros = (jnp.zeros((), wide), jnp.zeros_like(rows.hidden), d_logits_or_head)
-    total, d_hidden, d_logits_or_head = jax.lax.fori_loop(0, rows.num_chunks, add_chunk, zeros)
-    in_order = jnp.argsort(rows.order, axis=1)
+    zeros = (jnp.zeros((), wide), jnp.zeros_like(hidden), d_logits_or_head)
+    total, d_hidden, d_head = jax.lax.fori_loop(0, num_chunks, add_chunk, zeros)
+    if stores_logits:
+        d_head = _head_gradient(hidden, d_head)
+    in_order = jnp.argsort(order, axis=1)
     d_hidden = jnp.take_along_axis(d_hidden, in_order[..., None], axis=1)
-    d_head = _head_gradient(rows.hidden, d_logits_or_head) if stores_logits else d_logits_or_head
-    return total, (d_hidden, d_head.astype(head.dtype))
+    return total, (d_head.astype(head.dtype), d_hidden)
 
 
 def _loss_backward(
-    z_loss: float, length: int, gradients: tuple[Array, Array], scale: Array
-) -> tuple[Array, Array, None, None]:
-    d_hidden, d_head = (
+    z_loss: float, length: int, gradients: Arrays, scale: Array
+) -> tuple[Array, _Tokens]:
+    d_head, d_hidden = (
         (gradient.astype(scale.dtype) * scale).astype(gradient.dtype) for gradient in gradients
     )
-    return d_hidden, d_head, None, None
+    return d_head, _Tokens(d_hidden, None, None)
 
 
 _loss.defvjp(_loss_forward, _loss_backward)
 
 
-class _Rows(NamedTuple):
-    """A batch whose counted tokens come first in each row, padded to whole chunks."""
-
-    hidden: Array
-    targets: Array
-    mask: Array
-    order: Array  # the index that each token had, without padding
-    num_chunks: Array  # up to the last counted token of any row
-
-    def chunk(self, index: Array, length: int) -> list[Array]:
-        """Return hidden states, targets and mask of one chunk."""
-        return [
-            jax.lax.dynamic_slice_in_dim(array, index * length, length, axis=1)
-            for array in (self.hidden, self.targets, self.mask)
-        ]
-
-
-def _counted_first(hidden: Array, targets: Array, mask: Array, length: int) -> _Rows:
-    """Move counted tokens to the front of each row, in order, so that the last chunks are empty."""
-    order = jnp.argsort(~mask, axis=1, stable=True)
-    counts = jnp.sum(mask, axis=1)
-    padded = jnp.pad(order, ((0, 0), (0, -order.shape[1] % length)))
-    hidden = jnp.take_along_axis(hidden, padded[..., None], axis=1)
-    targets = jnp.take_along_axis(targets, padded, axis=1)
-    is_counted = jnp.arange(padded.shape[1]) < counts[:, None]
-    num_chunks = -(-jnp.max(counts) // length)
-    return _Rows(hidden, targets, is_counted, order, num_chunks)
-
-
 # One chunk
 
 
-def _chunk_loss(z_loss: float, head: Any, hidden: Array, targets: Array, mask: Array) -> Array:
-    hidden, targets, mask = _flatten(hidden, targets, mask)
-    log_prob, _, _, log_normalizer = _log_softmax(project(hidden, head), targets)
-    return _sum_losses(z_loss, log_prob, log_normalizer, mask)
+def _chunk_loss(z_loss: float, head: Any, tokens: _Tokens) -> Array:
+    total, _ = _losses(z_loss, head, _flatten(tokens))
+    return total
 
 
-def _chunk_gradients(
-    z_loss: float, head: Array, hidden: Array, targets: Array, mask: Array
-) -> tuple[Array, Array, Array]:
+def _chunk_gradients(z_loss: float, head: Array, tokens: _Tokens) -> Arrays:
     """Compute the loss of a chunk, and the gradients of its activations and of its logits.
 
     The gradient of a counted token's logits is
     ``softmax(logits) * (1 + 2 * z_loss * logsumexp(logits)) - one_hot(target)``.
     """
-    batch, length, _ = shape = hidden.shape
-    dtype = hidden.dtype
-    hidden, targets, mask = _flatten(hidden, targets, mask)
-    log_prob, shifted, log_sum, log_normalizer = _log_softmax(project(hidden, head), targets)
-    total = _sum_losses(z_loss, log_prob, log_normalizer, mask)
-
+    batch, length, _ = shape = tokens.hidden.shape
+    dtype = tokens.hidden.dtype
+    tokens = _flatten(tokens)
+    total, (shifted, log_sum, log_normalizer) = _losses(z_loss, head, tokens)
     d_logits = jnp.exp(shifted - log_sum[:, None])
     d_logits *= (1 + 2 * z_loss * log_normalizer)[:, None] if z_loss else 1.0
-    is_target = jnp.arange(d_logits.shape[1]) == targets[:, None]
-    d_logits = d_logits - is_target.astype(d_logits.dtype)
-    d_logits = jnp.where(mask[:, None], d_logits, 0.0).astype(dtype)
+    is_target = jnp.arange(d_logits.shape[1]) == tokens.targets[:, None]
+    d_logits -= is_target.astype(d_logits.dtype)
+    d_logits = jnp.where(tokens.mask[:, None], d_logits, 0.0).astype(dtype)
     d_hidden = jnp.einsum("tv,ev->te", d_logits, head, preferred_element_type=shifted.dtype)
     return total, d_hidden.astype(dtype).reshape(shape), d_logits.reshape(batch, length, -1)
 
 
+def _losses(z_loss: float, head: Any, tokens: _Tokens) -> tuple[Array, list[Array]]:
+    """Return the loss of flat tokens, and the parts of the softmax."""
+    log_prob, *parts = _log_softmax(project(tokens.hidden, head), tokens.targets)
+    losses = z_loss * jnp.square(parts[-1]) - log_prob if z_loss else -log_prob
+    return jnp.sum(jnp.where(tokens.mask, losses, 0.0)), parts
+
+
 def _head_gradient(hidden: Array, d_logits: Array) -> Array:
-    hidden, d_logits = _flatten(hidden, d_logits)
     wide = np.promote_types(hidden.dtype, np.float32)
+    hidden, d_logits = _flatten((hidden, d_logits))
     return jnp.einsum("te,tv->ev", hidden, d_logits, preferred_element_type=wide)
 
 
-def _flatten(*arrays: Array) -> list[Array]:
+def _flatten(arrays: Any) -> Any:
     """Join the axes ``batch, seq`` of each array."""
-    return [array.reshape(-1, *array.shape[2:]) for array in arrays]
+    return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), arrays)
 
 
-def _sum_losses(z_loss: float, log_prob: Array, log_normalizer: Array, mask: Array) -> Array:
-    losses = z_loss * jnp.square(log_normalizer) - log_prob if z_loss else -log_prob
-    return jnp.sum(jnp.where(mask, losses, 0.0))
-
-
-def _log_softmax(logits: Array, targets: Array) -> tuple[Array, Array, Array, Array]:
+def _log_softmax(logits: Array, targets: Array) -> Arrays:
     """Return each target's log-probability, and the parts of the softmax.
 
     These are the logits minus their largest, ``logsumexp`` of those, and ``logsumexp(logits)``.
