@@ -3,6 +3,9 @@
 Tests compare the JAX code with it. It takes one sequence at a time; only ``forward`` has a batch
 axis. Heads come before the sequence. Masks are Boolean, true where a query (row) sees a key
 (column).
+
+>>> print(softmax(np.zeros(4)))
+[0.25 0.25 0.25 0.25]
 """
 
 from typing import TYPE_CHECKING, Any

@@ -78,8 +78,8 @@ def copies_of_state(step, state, batch) -> list[str]:
     """Compile a training step; return lines that copy an array of the state, or make one too early.
 
     ``state`` and ``batch`` may be abstract. A TPU reads by copies into its fast memory, and
-    gradients are summed in copied zeros: neither copies the state. Too early is before the loop that applies
-    the update or skips it.
+    gradients are summed in copied zeros: neither copies the state. Too early is before the loop
+    that applies the update or skips it.
     """
     program = step.lower(state, batch).compile().as_text()
     leaves = [leaf for leaf in jax.tree.leaves((state.params, state.opt_state)) if leaf.size > 1]

@@ -21,6 +21,7 @@ from jllama.functional.shapes import checked
 Queries = Float[Array, "batch heads seq head_dim"]
 Keys = Float[Array, "batch kv_heads kv_seq head_dim"]
 Scores = Float[Array, "*lead kv_seq"]
+Index = int | Int[Array, ""]
 Arrays = tuple[Array, ...]
 
 _BLOCK = 64  # queries
@@ -55,8 +56,8 @@ class Mask(NamedTuple):
         self,
         seq: int,
         kv_seq: int,
-        first: int | Int[Array, ""] = 0,
-        first_key: int | Int[Array, ""] = 0,
+        first: Index = 0,
+        first_key: Index = 0,
     ) -> Bool[Array, "#batch seq kv_seq"]:
         """Return an array that is true where a query sees a key.
 
@@ -195,7 +196,7 @@ class _Softmax(NamedTuple):
         return mean.reshape(query.shape).astype(query.dtype)
 
 
-def _softmax(scores: Array, value: Array) -> _Softmax:
+def _start_softmax(scores: Array, value: Array) -> _Softmax:
     """Start a softmax from scores, which are minus infinity where a key is not seen."""
     wide = scores.dtype
     largest = jnp.max(scores, axis=-1, keepdims=True, initial=jnp.finfo(wide).min)
@@ -207,7 +208,7 @@ def _softmax(scores: Array, value: Array) -> _Softmax:
 
 
 def _block_scores(
-    query: Array, key: Array, mask: Mask, first: Array | int, first_key: Array | int = 0
+    query: Array, key: Array, mask: Mask, first: Index, first_key: Index = 0
 ) -> Array:
     """Compute scores of a block of queries over a block of keys, minus infinity where not seen."""
     # Without the barrier JAX would make the masks of all blocks before all layers.
@@ -304,7 +305,7 @@ def _flash_forward(
 def _attend_block(q: Array, k: Array, v: Array, mask: Mask, size: int, first: Array) -> Arrays:
     """Return the output and ``lse`` of a block of queries."""
     q = _block(q, first, size)
-    softmax = _softmax(_block_scores(q, k, mask, first), v)
+    softmax = _start_softmax(_block_scores(q, k, mask, first), v)
     lse = jnp.where(softmax.total > 0, softmax.largest + jnp.log(softmax.total), jnp.inf)
     return softmax.divide(q), lse
 
@@ -379,17 +380,15 @@ def _cached(query: Array, key: Array, value: Array, mask: Mask) -> Array:
     return _join(blocks).reshape(query.shape)
 
 
-def _over_key_blocks(
-    query: Array, key: Array, value: Array, mask: Mask, first: Array | int
-) -> Array:
+def _over_key_blocks(query: Array, key: Array, value: Array, mask: Mask, first: Index) -> Array:
     """Compute attention of a block of grouped queries from ``first`` on."""
     kv_seq = key.shape[2]
     size = _key_block(kv_seq)
 
-    def over_block(start: Array | int) -> _Softmax:
+    def over_block(start: Index) -> _Softmax:
         keys = jax.lax.dynamic_slice_in_dim(key, start, size, axis=2)
         values = jax.lax.dynamic_slice_in_dim(value, start, size, axis=2)
-        return _softmax(_block_scores(query, keys, mask, first, start), values)
+        return _start_softmax(_block_scores(query, keys, mask, first, start), values)
 
     def add_block(index: Array, softmax: _Softmax) -> _Softmax:
         return softmax.merge(over_block(index * size))
@@ -422,7 +421,7 @@ def _split(query: Array, key: Array, value: Array, mask: Mask) -> Array:
     queries = jnp.broadcast_to(grouped[:, :, None], (*keys.shape[:3], *grouped.shape[2:]))
     visible = mask.dense(seq, kv_seq)
     visible = visible.reshape(len(visible), seq, -1, size).swapaxes(1, 2)[:, None, :, None]
-    blocks = _softmax(jnp.where(visible, _scores(queries, keys), -jnp.inf), values)
+    blocks = _start_softmax(jnp.where(visible, _scores(queries, keys), -jnp.inf), values)
     while blocks.total.shape[2] > 1:
         blocks = _merge_pairs(blocks)
     return blocks.divide(query)

@@ -1,3 +1,5 @@
+import doctest
+import importlib
 import subprocess
 import sys
 
@@ -44,6 +46,15 @@ def test_wrong_shapes_and_types_are_caught_in_tests():
         functional.ban(jnp.ones((2, 3)), jnp.ones((2, 4), bool))
     with pytest.raises(jaxtyping.TypeCheckError):
         functional.ban(jnp.ones((2, 3)), jnp.ones((2, 3)))
+
+
+@pytest.mark.parametrize(
+    "name", ["functional", "functional.attention", "functional.loss", "functional.sampling"]
+)
+def test_examples(name):
+    results = doctest.testmod(importlib.import_module(f"jllama.{name}"))
+    assert results.attempted
+    assert results.failed == 0
 
 
 def test_every_public_name_exists_and_is_documented():
