@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from jllama.functional.shapes import checked
+from jllama.functional.shapes import checked, sum_dtype
 
 Queries = Float[Array, "batch heads seq head_dim"]
 Keys = Float[Array, "batch kv_heads kv_seq head_dim"]
@@ -94,7 +93,7 @@ def masked_softmax(scores: Scores, mask: Bool[Array, "*#lead kv_seq"]) -> Scores
     The result is float32 (float64 for float64 scores). A row with no true entry gives zeros, with
     zero gradients.
     """
-    wide = scores.astype(np.promote_types(scores.dtype, np.float32))
+    wide = scores.astype(sum_dtype(scores))
     wide = jnp.where(mask, wide, jnp.finfo(wide.dtype).min)
     return jnp.where(mask, jax.nn.softmax(wide, axis=-1), 0.0)
 
@@ -131,7 +130,7 @@ def _scores(query: Array, key: Array) -> Array:
 
     Queries are ``[..., group, seq, head_dim]``, keys ``[..., kv_seq, head_dim]``.
     """
-    wide = np.promote_types(query.dtype, np.float32)
+    wide = sum_dtype(query)
     product = functools.partial(jnp.einsum, preferred_element_type=wide)
     *_, seq, head_dim = query.shape
     if seq < _FEW:
@@ -311,21 +310,28 @@ def _attend_block(q: Array, k: Array, v: Array, mask: Mask, size: int, first: Ar
 
 
 def _flash_backward(residuals: tuple[Any, ...], d_out: Array) -> tuple[Array, Array, Array, None]:
-    """Compute the gradients, with weights made again from ``lse``. Source: Dao et al., alg. 4."""
+    """Compute the gradients, with weights made again from ``lse``.
+
+    Source: Dao et al. 2022, alg. 4 (arXiv:2205.14135). With ``s = q k^T / sqrt(head_dim)``::
+
+        p = exp(s - lse)                      delta = sum(d_out * out)
+        d_v = p^T d_out                       d_s = p * (d_out v^T - delta)
+        d_q = d_s k / sqrt(head_dim)          d_k = d_s^T q / sqrt(head_dim)
+    """
     q, k, v, mask, out, lse = residuals
     wide = lse.dtype
     delta = jnp.sum(d_out.astype(wide) * out.astype(wide), axis=-1, keepdims=True)
-    d_q = []
+    d_queries = []
     d_k = jnp.zeros(k.mT.shape, wide)  # [batch, kv_heads, head_dim, kv_seq], as are their parts
     d_v = jnp.zeros(v.mT.shape, wide)
     for span in _spans(q.shape[3], k.shape[2], mask, _BLOCK):
         end = span.num_keys
         arrays = (q, d_out, lse, delta)
         blocks, d_keys, d_values = _span_gradients(span, mask, arrays, k[:, :, :end], v[:, :, :end])
-        d_q.append(_join(blocks))
+        d_queries.append(_join(blocks))
         d_k = d_k.at[..., :end].add(d_keys)
         d_v = d_v.at[..., :end].add(d_values)
-    d_q = jnp.concatenate(d_q, axis=3)
+    d_q = jnp.concatenate(d_queries, axis=3)
     return d_q.astype(q.dtype), d_k.mT.astype(k.dtype), d_v.mT.astype(v.dtype), None
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float64, Int
 
 from jllama.functional.linear import AdaptedMatrix, DecodeMatrix
-from jllama.functional.shapes import checked
+from jllama.functional.shapes import checked, sum_dtype
 
 Stream = Float[Array, "*lead embed"]
 Widening = Float[Array | DecodeMatrix | AdaptedMatrix, "embed mlp"]
@@ -28,7 +28,7 @@ def rms_norm(x: Stream, scale: Float[Array, "embed"], eps: float) -> Stream:
     The mean runs over the last axis, in float32 for any dtype of x; the result has x's dtype.
     A zero row gives zeros. Source: Zhang and Sennrich 2019, eq. 4 (arXiv:1910.07467).
     """
-    wide = x.astype(np.promote_types(x.dtype, np.float32))
+    wide = x.astype(sum_dtype(x))
     mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
     normalized = wide * jax.lax.rsqrt(mean_square + eps)
     return (normalized * scale.astype(wide.dtype)).astype(x.dtype)
@@ -84,7 +84,7 @@ def apply_rope(x: Heads, cos: Turn, sin: Turn) -> Heads:
     ``cos`` and ``sin`` come from ``rope_tables``. The products are float32; the result has x's
     dtype.
     """
-    wide = x.astype(np.promote_types(x.dtype, np.float32))
+    wide = x.astype(sum_dtype(x))
     first, second = jnp.split(wide, 2, axis=-1)
     cos = cos[:, None]  # the same for all heads
     sin = sin[:, None]

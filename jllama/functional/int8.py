@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int8
 
+from jllama.functional.shapes import sum_dtype
+
 _MAX = 127
 
 
@@ -27,7 +29,7 @@ def int8_rows(rows: Any, numpy: Any = jnp) -> tuple[Any, Any]:
     """
     scale = numpy.max(numpy.abs(rows.astype(numpy.float32)), axis=1) * np.float32(1 / _MAX)
     reciprocal = np.float32(1) / numpy.where(scale > 0, scale, np.float32(1))
-    wide = rows.astype(np.promote_types(rows.dtype, np.float32))
+    wide = rows.astype(sum_dtype(rows))
     values = numpy.round(wide * reciprocal[:, None].astype(wide.dtype))
     return values.astype(numpy.int8), scale.astype(rows.dtype)
 

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from jllama.functional.int8 import int8_rows, split_product, widen_late
+from jllama.functional.shapes import sum_dtype
 
 _MAX_FEW = 32  # tokens that a CPU multiplies in another way than many
 
@@ -160,7 +160,7 @@ def project(
 ) -> Float[Array, "*lead outputs"]:
     """Compute ``x @ matrix`` in float32 for any dtype of ``x`` (in float64 for float64)."""
     flat = x.reshape(-1, x.shape[-1])
-    wide = np.promote_types(x.dtype, np.float32)
+    wide = sum_dtype(x)
     if isinstance(matrix, DecodeMatrix):
         product = matrix.multiply(flat, wide)
     else:

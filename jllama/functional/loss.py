@@ -6,11 +6,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jllama.functional.linear import DecodeMatrix, project
-from jllama.functional.shapes import checked
+from jllama.functional.shapes import checked, sum_dtype
 
 CHUNK_TOKENS = 2048
 
@@ -56,7 +55,7 @@ def linear_cross_entropy(
     >>> print(f"{total / count:.4f}, {count}")  # ln 50
     3.9120, 2.0
     """
-    wide = np.promote_types(hidden.dtype, np.float32)
+    wide = sum_dtype(hidden)
     length = _chunk_length(targets.shape, chunk_tokens)
     tokens = _Tokens(hidden, targets, mask)
     return _loss(z_loss, length, head, tokens), jnp.sum(mask, dtype=wide)
@@ -150,7 +149,7 @@ def _loss(z_loss: float, length: int, head: Any, tokens: _Tokens) -> Array:
     def add_chunk(index: Array, total: Array) -> Array:
         return total + _chunk_loss(z_loss, head, tokens.chunk(index, length))
 
-    zero = jnp.zeros((), np.promote_types(tokens.hidden.dtype, np.float32))
+    zero = jnp.zeros((), sum_dtype(tokens.hidden))
     return jax.lax.fori_loop(0, num_chunks, add_chunk, zero)
 
 
@@ -169,7 +168,7 @@ def _loss_forward(z_loss: float, length: int, head: Any, tokens: _Tokens) -> tup
 
     tokens, order, num_chunks = tokens.counted_first(length)
     hidden = tokens.hidden
-    wide = np.promote_types(hidden.dtype, np.float32)
+    wide = sum_dtype(hidden)
     embed, vocab = head.shape
     # The gradient of the head is the product of all activations with the gradients of all logits.
     # It is one product after the loop if the latter take at most half of its memory in float32.
@@ -249,7 +248,7 @@ def _losses(z_loss: float, head: Any, tokens: _Tokens) -> tuple[Array, list[Arra
 
 
 def _head_gradient(hidden: Array, d_logits: Array) -> Array:
-    wide = np.promote_types(hidden.dtype, np.float32)
+    wide = sum_dtype(hidden)
     hidden, d_logits = _flatten((hidden, d_logits))
     return jnp.einsum("te,tv->ev", hidden, d_logits, preferred_element_type=wide)
 

@@ -1,4 +1,7 @@
-"""Checks of array arguments against their annotations; an error is one sentence."""
+"""Checks of array arguments against their annotations, and the dtype of sums.
+
+An error of a check is one sentence.
+"""
 
 import functools
 import inspect
@@ -12,6 +15,11 @@ from jaxtyping import Int, Integer, jaxtyped
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def sum_dtype(array: Any) -> np.dtype:
+    """Return the dtype that sums are computed in: float32, or float64 for float64."""
+    return np.promote_types(array.dtype, np.float32)
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
