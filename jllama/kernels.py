@@ -1,12 +1,14 @@
-"""Attention by kernels that never hold a row of scores in memory: JAX's own and tokamax's, into ``ATTENTION``.
+"""Kernels for attention that never hold a row of scores in memory: JAX's own and tokamax's.
 
-Each takes ``[batch, heads, seq, head_dim]`` and a ``Mask``, forwards and backwards. Sequences are padded to whole
-blocks at their end, where causality hides the padding from every real query, and head sizes to what the kernel takes.
+They are entries of ``functional.ATTENTION``. Each takes ``[batch, heads, seq, head_dim]`` and a
+``Mask``, forward and backward. Sequences are padded to whole blocks at their end, where causality
+hides the padding from every real query, and head sizes to those that the kernel takes.
 """
 
 import functools
 import logging
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -23,121 +25,127 @@ _BLOCKS = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "
 
 
 def splash(query: Array, key: Array, value: Array, mask: Mask, *, interpret: bool = False) -> Array:
-    """Splash attention (Pallas, TPU): grouped heads, documents kept apart, blocks that causality hides left out.
+    """Compute attention with splash attention (Pallas, TPU).
 
-    With an offset, known only at run time, hidden blocks are computed and masked. ``interpret``: on any device, slowly.
+    It groups heads, keeps documents apart, and leaves out blocks that causality hides. With an
+    offset, which is known at run time only, hidden blocks are computed and masked. ``interpret``
+    runs on any device, slowly.
     """
-    from jax.experimental.pallas.ops.tpu.splash_attention import (
-        splash_attention_kernel,
-        splash_attention_mask,
-    )
+    from jax.experimental.pallas.ops.tpu import splash_attention as library
 
-    (_, heads, seq, head_dim), kv_seq = query.shape, key.shape[2]
-    block = min(512, _up(min(seq, kv_seq), _LANES))
-    padded_head = head_dim if head_dim == 64 else _up(head_dim, _LANES)
-    three = query * head_dim**-0.5, key, value
+    # 1) Pad all to whole blocks.
+    batch, heads, seq, head_dim = query.shape
+    block = min(512, _round_up(min(seq, key.shape[2]), _LANES))
+    padded_head = head_dim if head_dim == 64 else _round_up(head_dim, _LANES)
+    scaled = query * head_dim**-0.5
     query, key, value = (
-        _pad(each, {2: _up(each.shape[2], block), 3: padded_head}) for each in three
+        _pad(array, {2: _round_up(array.shape[2], block), 3: padded_head})
+        for array in (scaled, key, value)
     )
-    sides = query.shape[2], key.shape[2]
-    kernel: Any = splash_attention_kernel.make_splash_mha(
-        splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask(sides)] * heads),
-        block_sizes=splash_attention_kernel.BlockSizes(**dict.fromkeys(_BLOCKS, block)),
+    sizes = (query.shape[2], key.shape[2])
+    segments = None
+    if mask.query_segments is not None and mask.key_segments is not None:
+        segments = library.SegmentIds(
+            _pad(mask.query_segments, {1: sizes[0]}, -1), _pad(mask.key_segments, {1: sizes[1]}, -1)
+        )
+    offsets = None if mask.offset is None else jnp.broadcast_to(mask.offset, (batch,))
+
+    # 2) Make a kernel for one row, causal from its start.
+    kernel: Any = library.make_splash_mha(
+        library.MultiHeadMask([library.CausalMask(sizes)] * heads),
+        block_sizes=library.BlockSizes(**dict.fromkeys(_BLOCKS, block)),
         head_shards=1,
         q_seq_shards=1,
         interpret=interpret,
     )
-    segments = None
-    if mask.query_segments is not None and mask.key_segments is not None:
-        pairs = zip((mask.query_segments, mask.key_segments), sides, strict=True)
-        segments = splash_attention_kernel.SegmentIds(
-            *(_pad(each, {1: side}, -1) for each, side in pairs)
+
+    def attend_row(query: Array, key: Array, value: Array, segments: Any, offset: Any) -> Array:
+        if offset is None:
+            return kernel(query, key, value, segments)
+        # The mask is computed from the indices of the queries instead of read from its blocks.
+        indices = jnp.arange(sizes[0], dtype=jnp.int32) + offset
+        computed = (
+            info._replace(data_next=None, mask_next=None, block_mask=None, q_sequence=indices)
+            for info in (kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info)
         )
-    offsets = None if mask.offset is None else jnp.broadcast_to(mask.offset, query.shape[:1])
+        return type(kernel)(*computed, **kernel.kwargs)(query, key, value, segments)
 
-    def one_row(query: Array, key: Array, value: Array, segments: Any, offset: Any) -> Array:
-        moved: Any = kernel
-        if offset is not None:
-            places = jnp.arange(sides[0], dtype=jnp.int32) + offset
-            infos = (
-                info._replace(data_next=None, mask_next=None, block_mask=None, q_sequence=places)
-                for info in (kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info)
-            )
-            moved = splash_attention_kernel.SplashAttentionKernel(*infos, **kernel.kwargs)
-        return moved(query, key, value, segments)
-
-    return jax.vmap(one_row)(query, key, value, segments, offsets)[:, :, :seq, :head_dim].astype(
-        value.dtype
-    )
+    # 3) Run it for each row.
+    out = jax.vmap(attend_row)(query, key, value, segments, offsets)
+    return out[:, :, :seq, :head_dim].astype(value.dtype)
 
 
 def paged(query: Array, key: Array, value: Array, mask: Mask) -> Array:
-    """JAX's paged attention (Pallas, TPU) over a cache, for one new token a row: each is read as far as its own tokens.
+    """Compute attention of one new token a row over a cache, with JAX's paged attention (TPU).
 
-    To the kernel every key-value head of a row is a text of its own, whose blocks of keys are pages in their order: a
-    view of the cache. It adds up page by page, so that neither other rows nor the cache's length change a bit.
+    Each row is read as far as its own tokens. To the kernel, each key-value head of a row is a text
+    of its own, whose blocks of keys are pages in order: a view of the cache. The kernel adds page
+    by page, so that neither other rows nor the cache's length change a bit.
     """
     from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
 
     batch, kv_heads, kv_seq, head_dim = key.shape
-    places = jnp.arange(batch * kv_heads * kv_seq // _PAGE, dtype=jnp.int32).reshape(
-        batch * kv_heads, -1
-    )
-    pages = (each.reshape(1, places.size, _PAGE, head_dim) for each in (key, value))
-    lengths = jnp.broadcast_to(
-        jnp.sum(mask.dense(1, kv_seq), axis=2, dtype=jnp.int32), (batch, kv_heads)
-    )
-    queries = query.astype(jnp.float32).reshape(len(places), -1, head_dim) * head_dim**-0.5
-    mixed = paged_attention(queries, *pages, lengths.ravel(), places, pages_per_compute_block=1)
-    return mixed.reshape(query.shape).astype(query.dtype)
+    num_texts = batch * kv_heads
+    indices = jnp.arange(num_texts * kv_seq // _PAGE, dtype=jnp.int32).reshape(num_texts, -1)
+    pages = (array.reshape(1, indices.size, _PAGE, head_dim) for array in (key, value))
+    lengths = jnp.sum(mask.dense(1, kv_seq), axis=2, dtype=jnp.int32)
+    lengths = jnp.broadcast_to(lengths, (batch, kv_heads)).ravel()
+    queries = query.astype(jnp.float32).reshape(num_texts, -1, head_dim) * head_dim**-0.5
+    out = paged_attention(queries, *pages, lengths, indices, pages_per_compute_block=1)
+    return out.reshape(query.shape).astype(query.dtype)
 
 
 def cudnn(query: Array, key: Array, value: Array, mask: Mask) -> Array:
-    """CuDNN's flash attention (NVIDIA): grouped heads, causal from the start of a row."""
+    """Compute attention with cuDNN's flash attention (NVIDIA), causal from the start of a row."""
     head_dim = query.shape[3]
-    heads_last = (_pad(each, {3: _up(head_dim, 8)}).swapaxes(1, 2) for each in (query, key, value))
-    mixed = jax.nn.dot_product_attention(
-        *heads_last, scale=head_dim**-0.5, is_causal=True, implementation="cudnn"
+    padded = (_pad(array, {3: _round_up(head_dim, 8)}) for array in (query, key, value))
+    out = jax.nn.dot_product_attention(
+        *_swap_heads(*padded), scale=head_dim**-0.5, is_causal=True, implementation="cudnn"
     )
-    return mixed.swapaxes(1, 2)[..., :head_dim]
+    return out.swapaxes(1, 2)[..., :head_dim]
 
 
 def triton(query: Array, key: Array, value: Array, mask: Mask, *, interpret: bool = False) -> Array:
-    """Pallas' flash attention in Triton (NVIDIA): keeps documents apart; keys and values are repeated for all heads."""
+    """Compute attention with Pallas' flash attention in Triton (NVIDIA).
+
+    It keeps documents apart; keys and values are repeated for all heads.
+    """
     from jax.experimental.pallas.ops.gpu import attention
 
-    (_, _, seq, head_dim), groups = query.shape, query.shape[1] // key.shape[1]
-    key, value = (jnp.repeat(each, groups, axis=1) for each in (key, value))
-    side = _up(seq, _LANES)
-    heads_last = (_pad(each, {2: side}).swapaxes(1, 2) for each in (query, key, value))
-    segments = None if mask.query_segments is None else _pad(mask.query_segments, {1: side}, -1)
-    mixed: Any = attention.mha(*heads_last, segments, head_dim**-0.5, True, interpret=interpret)
-    return mixed.swapaxes(1, 2)[:, :, :seq]
+    _, heads, seq, head_dim = query.shape
+    key, value = (jnp.repeat(array, heads // key.shape[1], axis=1) for array in (key, value))
+    size = _round_up(seq, _LANES)
+    padded = (_pad(array, {2: size}) for array in (query, key, value))
+    segments = None if mask.query_segments is None else _pad(mask.query_segments, {1: size}, -1)
+    out: Any = attention.mha(
+        *_swap_heads(*padded), segments, head_dim**-0.5, True, interpret=interpret
+    )
+    return out.swapaxes(1, 2)[:, :, :seq]
 
 
 def tokamax(query: Array, key: Array, value: Array, mask: Mask) -> Array:
-    """Flash attention of tokamax (NVIDIA): grouped heads, and blocks before a document's first key left out.
+    """Compute attention with tokamax's flash attention (NVIDIA).
 
-    Written for Hopper and Blackwell in Mosaic, for other GPUs in Triton. Its results and the sums of its softmax are
-    named ``ATTENDED``, so that the backward pass need not make them again.
+    It groups heads, and leaves out blocks before a document's first key. It is written for Hopper
+    and Blackwell in Mosaic, for other GPUs in Triton. Its results and the sums of its softmax are
+    named ``ATTENDED``, so that the backward pass need not compute them again.
     """
     batch, _, seq, _ = query.shape
     first_keys = jnp.zeros((batch, seq), jnp.int32)
     if mask.query_segments is not None:
         first_keys = first_of_segments(mask.query_segments)
-    heads_last = (each.swapaxes(1, 2) for each in (query, key, value))
-    return _tokamax(*heads_last, first_keys).swapaxes(1, 2)
+    return _tokamax(*_swap_heads(query, key, value), first_keys).swapaxes(1, 2)
 
 
 def first_of_segments(segments: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
-    """The index at which each token's segment begins.
+    """Return the index at which each token's segment begins.
 
     >>> print(first_of_segments(jnp.array([[1, 1, 2, 2, 0, 0]])))
     [[0 0 2 2 4 4]]
     """
-    places = jnp.arange(segments.shape[1], dtype=jnp.int32)
+    indices = jnp.arange(segments.shape[1], dtype=jnp.int32)
     is_first = jnp.diff(segments, axis=1, prepend=segments[:, :1]) != 0
-    return jax.lax.cummax(jnp.where(is_first, places, 0), axis=1)
+    return jax.lax.cummax(jnp.where(is_first, indices, 0), axis=1)
 
 
 @jax.custom_vjp
@@ -150,17 +158,17 @@ def _tokamax_forward(
     query: Array, key: Array, value: Array, first_keys: Array
 ) -> tuple[Array, Any]:
     operation, mask = _tokamax_operation(first_keys)
-    query, key, value = (checkpoint_name(each, ATTENDED) for each in (query, key, value))
+    query, key, value = (checkpoint_name(array, ATTENDED) for array in (query, key, value))
     results = operation(query, key, value, mask=mask, return_residuals=True)
-    mixed, softmax = checkpoint_name(results, ATTENDED)
-    return mixed, (query, key, value, first_keys, mixed, softmax)
+    out, softmax = checkpoint_name(results, ATTENDED)
+    return out, (query, key, value, first_keys, out, softmax)
 
 
-def _tokamax_backward(kept: Any, d_mixed: Array) -> tuple[Array, Array, Array, None]:
-    *arrays, first_keys, mixed, softmax = kept
+def _tokamax_backward(residuals: Any, d_out: Array) -> tuple[Array, Array, Array, None]:
+    *arrays, first_keys, out, softmax = residuals
     operation, mask = _tokamax_operation(first_keys)
     options = operation.bind(*arrays, mask=mask).kwargs
-    gradients = operation.vjp(softmax, mixed, d_mixed, *arrays, **options)
+    gradients = operation.vjp(softmax, out, d_out, *arrays, **options)
     return gradients["q"], gradients["k"], gradients["v"], None
 
 
@@ -168,12 +176,11 @@ _tokamax.defvjp(_tokamax_forward, _tokamax_backward)
 
 
 def _tokamax_operation(first_keys: Array) -> tuple[Any, Any]:
-    """Tokamax's operation for the device at hand (or ``jax.default_device``), and its mask."""
-    api, base, on_mosaic = _tokamax_package()
-    mask = base.Mask(
-        k_start=first_keys[:, None], is_causal=True
-    )  # its public function has no first keys
-    return api.IMPLEMENTATIONS["mosaic_gpu" if on_mosaic() else "triton"], mask
+    """Return tokamax's operation for this device (or ``jax.default_device``), and its mask."""
+    api, base, has_mosaic = _tokamax_package()
+    # Tokamax's public function takes no first keys.
+    mask = base.Mask(k_start=first_keys[:, None], is_causal=True)
+    return api.IMPLEMENTATIONS["mosaic_gpu" if has_mosaic() else "triton"], mask
 
 
 @functools.cache
@@ -182,60 +189,70 @@ def _tokamax_package() -> tuple[Any, Any, Any]:
         from tokamax._src import gpu_utils  # pyright: ignore[reportMissingImports] - only with Python 3.12
         from tokamax._src.ops.attention import api, base  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        advice = "pip install 'jllama[cuda]' with Python 3.12 or later, or take another training.attention"
         raise UsageError(
-            f"attention is tokamax, which can't be imported ({error}): {advice}"
+            f"attention is tokamax, which can't be imported ({error}): pip install 'jllama[cuda]' "
+            "with Python 3.12 or later, or set another training.attention"
         ) from error
-    # It says of each shape that it was not measured, and takes what it would take anyway.
+    # For each shape, tokamax logs that it has no measurements, and takes its default.
     logging.getLogger("absl").addFilter(
         lambda record: "Autotuning cache miss" not in record.getMessage()
     )
     return api, base, lambda: gpu_utils.is_sm90() or gpu_utils.is_sm100()
 
 
-def _tokamax_refuses(query: Array, key: Array, mask: Mask) -> str:
+def _swap_heads(*arrays: Array) -> Iterator[Array]:
+    """Exchange heads and sequence: most kernels take ``[batch, seq, heads, head_dim]``."""
+    return (array.swapaxes(1, 2) for array in arrays)
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return math.ceil(size / multiple) * multiple
+
+
+def _pad(array: Array, sizes: dict[int, int], value: int = 0) -> Array:
+    """Append ``value`` up to a size along some axes: ``{axis: size}``."""
+    widths = [(0, sizes.get(axis, size) - size) for axis, size in enumerate(array.shape)]
+    return jnp.pad(array, widths, constant_values=value)
+
+
+# Why a kernel cannot serve some arguments; None if it can
+
+
+def _splash_refuses(query: Array, key: Array, mask: Mask) -> str | None:
+    return None if mask.lengths is None else "a mask with lengths"
+
+
+def _cudnn_refuses(query: Array, key: Array, mask: Mask) -> str | None:
+    """Refuse what cuDNN cannot serve, or only with all scores or such a bias in memory."""
+    if query.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"{query.dtype}: only bfloat16 and float16"
+    if any(field is not None for field in mask):
+        return "a mask with segments, an offset or lengths"
+    head_dim = query.shape[3]
+    return f"a head size of {head_dim}: at most 128" if head_dim > 128 else None
+
+
+def _triton_refuses(query: Array, key: Array, mask: Mask) -> str | None:
+    if mask.offset is None and mask.lengths is None and query.shape[2] == key.shape[2]:
+        return None
+    return "a mask with an offset or lengths, or other numbers of keys than of queries"
+
+
+def _tokamax_refuses(query: Array, key: Array, mask: Mask) -> str | None:
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"{query.dtype}: only bfloat16 and float16"
     return _triton_refuses(query, key, mask)
 
 
-def _paged_refuses(query: Any, key: Any, mask: Mask) -> str:
-    served = query.shape[2] == 1 and all(field is None for field in mask[1:])
-    fits = key.dtype == jnp.bfloat16 and not (key.shape[3] % _LANES or key.shape[2] % _PAGE)
-    return "all but one new token a row, over bfloat16 keys in blocks of 256, of heads of 128" * (
-        not (served and fits)
-    )
+def _paged_refuses(query: Any, key: Any, mask: Mask) -> str | None:
+    is_one_token = query.shape[2] == 1 and all(field is None for field in mask[1:])
+    fits = key.shape[3] % _LANES == 0 and key.shape[2] % _PAGE == 0
+    if is_one_token and fits and key.dtype == jnp.bfloat16:
+        return None
+    return "all but one new token a row, over bfloat16 keys in blocks of 256, of heads of 128"
 
 
-def _cudnn_refuses(query: Array, key: Array, mask: Mask) -> str:
-    """What cuDNN cannot serve without all scores or a bias of their size in memory, or at all."""
-    if query.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"{query.dtype}: only bfloat16 and float16"
-    if any(field is not None for field in mask):
-        return "a mask with segments, an offset or lengths"
-    return f"a head size of {query.shape[3]}: at most 128" * (query.shape[3] > 128)
-
-
-def _triton_refuses(query: Array, key: Array, mask: Mask) -> str:
-    served = mask.offset is None and mask.lengths is None and query.shape[2] == key.shape[2]
-    return "a mask with an offset or lengths, or other numbers of keys than of queries" * (
-        not served
-    )
-
-
-def _up(size: int, multiple: int) -> int:
-    return math.ceil(size / multiple) * multiple
-
-
-def _pad(array: Array, sizes: dict[int, int], value: int = 0) -> Array:
-    """The array with zeros behind, up to a size along some axes."""
-    widths = [(0, sizes.get(axis, size) - size) for axis, size in enumerate(array.shape)]
-    return jnp.pad(array, widths, constant_values=value)
-
-
-ATTENTION["splash"] = AttentionImplementation(
-    splash, lambda query, key, mask: "a mask with lengths" * (mask.lengths is not None), "tpu"
-)
+ATTENTION["splash"] = AttentionImplementation(splash, _splash_refuses, "tpu")
 ATTENTION["cudnn"] = AttentionImplementation(cudnn, _cudnn_refuses, "gpu")
 ATTENTION["tokamax"] = AttentionImplementation(tokamax, _tokamax_refuses, "gpu")
 ATTENTION["triton"] = AttentionImplementation(triton, _triton_refuses, "gpu")

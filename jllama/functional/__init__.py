@@ -1,4 +1,11 @@
-"""Pure functions on arrays, each with its formula and source; nothing here imports the rest of jllama."""
+"""Pure functions on arrays, each with its formula and source.
+
+Nothing here imports the rest of jllama.
+
+>>> import jax.numpy as jnp
+>>> print(rms_norm(jnp.array([[0.0, 4.0]]), scale=jnp.ones(2), eps=8.0))
+[[0. 1.]]
+"""
 
 from jllama.functional.attention import (
     ATTENDED as ATTENDED,
