@@ -95,9 +95,7 @@ def check_size(name: str, value: int, max_size: int, *, min_size: int = 1) -> No
         expected = "at least 1" if min_size else "positive, or 0 to derive it"
         raise UsageError(f"{name} is {value}; it must be {expected}")
     if value > max_size:
-        raise UsageError(
-            f"{name} is {value:,}; it must be at most {max_size:,}: no Llama has more"
-        )
+        raise UsageError(f"{name} is {value:,}; it must be at most {max_size:,}: no Llama has more")
 
 
 @contextlib.contextmanager

@@ -20,7 +20,6 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jllama import functional as F
-from jllama import kernels as kernels  # which adds to F.ATTENTION
 from jllama.config import LlamaConfig
 from jllama.decode_params import DecodeParams
 from jllama.devices import loss_chunk_tokens
@@ -567,6 +566,11 @@ def check_attention(name: str, platform: str = "", *, backward: bool = False) ->
     if platform and needs and needs != platform:
         raise UsageError(
             f"attention is {name}, which needs a {needs}; these devices are of platform {platform}"
+        )
+    if platform and not F.is_installed(name):
+        raise UsageError(
+            f"{name} is not installed: pip install 'jllama[cuda]' with Python 3.12 or later, or set "
+            "another training.attention"
         )
 
 

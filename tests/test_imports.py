@@ -15,7 +15,7 @@ import jllama
 PACKAGE = Path(jllama.__file__).parent
 FLOORS = [
     {"devices", "errors", "functional", "progress", "typecheck"},
-    {"files", "kernels", "rope_scaling", "stop"},
+    {"files", "rope_scaling", "stop"},
     {"config", "cache"},
     {"presets", "parameters", "oracle", "tokenizers"},
     {"templates", "grammar"},

@@ -9,15 +9,8 @@ Nothing here imports the rest of jllama.
 
 from jllama.functional.attention import (
     ATTENDED as ATTENDED,
-    ATTENTION as ATTENTION,
-    CACHE_ATTENTION as CACHE_ATTENTION,
     Mask as Mask,
-    attention as attention,
-    AttentionImplementation as AttentionImplementation,
     Refused as Refused,
-    choose_attention as choose_attention,
-    choose_cache_attention as choose_cache_attention,
-    is_installed as is_installed,
     masked_softmax as masked_softmax,
     attention_weights as attention_weights,
     grouped_query_attention as grouped_query_attention,
@@ -30,6 +23,15 @@ from jllama.functional.block import (
     swiglu as swiglu,
 )
 from jllama.functional.embedding import embedding as embedding
+from jllama.functional.implementations import (
+    ATTENTION as ATTENTION,
+    CACHE_ATTENTION as CACHE_ATTENTION,
+    AttentionImplementation as AttentionImplementation,
+    attention as attention,
+    choose_attention as choose_attention,
+    choose_cache_attention as choose_cache_attention,
+    is_installed as is_installed,
+)
 from jllama.functional.linear import (
     DecodeMatrix as DecodeMatrix,
     decode_matrix as decode_matrix,

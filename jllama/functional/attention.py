@@ -1,13 +1,12 @@
-"""Attention: masks, the formula, its implementations, and the choice among them.
+"""Attention: masks, the formula, and forms of it that hold fewer scores in memory.
 
 Queries are ``[batch, heads, seq, head_dim]``. Inside, they are grouped by the key-value head that
 serves them: ``[batch, kv_heads, group, seq, head_dim]``.
 """
 
 import functools
-import importlib.util
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -27,8 +26,7 @@ _BLOCK = 64  # queries
 _MAX_SPANS = 8
 _CACHE_BLOCK = 256  # keys
 _CACHE_QUERIES = 128
-_SHORT = 128  # tokens, a sequence that needs no blocks without a backward pass
-_FEW = 16  # queries, which XLA:CPU multiplies in another way
+FEW_QUERIES = 16  # queries, which XLA:CPU multiplies in another way
 ATTENDED = "attended"
 """The name, for ``jax.checkpoint``, of what the backward pass of attention in blocks needs."""
 
@@ -80,7 +78,11 @@ class Mask(NamedTuple):
         return visible
 
 
-_CAUSAL = Mask()
+CAUSAL = Mask()
+
+
+class Refused(ValueError):
+    """An implementation of attention cannot serve some arguments."""
 
 
 # The formula
@@ -133,7 +135,7 @@ def _scores(query: Array, key: Array) -> Array:
     wide = sum_dtype(query)
     product = functools.partial(jnp.einsum, preferred_element_type=wide)
     *_, seq, head_dim = query.shape
-    if seq < _FEW:
+    if seq < FEW_QUERIES:
         # XLA:CPU multiplies faster with the keys on the left: eight rows of one query take a tenth
         # less.
         scores = jax.lax.optimization_barrier(product("...sh,...gth->...sgt", key, query))
@@ -155,11 +157,11 @@ def _group(query: Array, key: Array) -> Array:
     return query.reshape(batch, kv_heads, heads // kv_heads, seq, head_dim)
 
 
-def _reference(query: Array, key: Array, value: Array, mask: Mask) -> Array:
+def reference_attention(query: Array, key: Array, value: Array, mask: Mask) -> Array:
     return grouped_query_attention(query, key, value, mask.dense(query.shape[2], key.shape[2]))
 
 
-def _xla(query: Array, key: Array, value: Array, mask: Mask) -> Array:
+def xla_attention(query: Array, key: Array, value: Array, mask: Mask) -> Array:
     """Call ``jax.nn.dot_product_attention``; a query that sees no key gives zeros."""
     dense = mask.dense(query.shape[2], key.shape[2])
     heads_last = (array.swapaxes(1, 2) for array in (query, key, value))
@@ -265,7 +267,7 @@ def _spans(seq: int, kv_seq: int, mask: Mask, max_size: int) -> Iterator[_Span]:
         first = end
 
 
-def _blocked(query: Array, key: Array, value: Array, mask: Mask) -> Array:
+def blocked_attention(query: Array, key: Array, value: Array, mask: Mask) -> Array:
     """Compute attention in blocks of queries: the scores of one block exist at a time.
 
     The backward pass computes them again. Source: Dao et al. 2022 (arXiv:2205.14135).
@@ -366,7 +368,7 @@ def _span_gradients(span: _Span, mask: Mask, arrays: Arrays, k: Array, v: Array)
 # Over a cache: blocks of keys, without a backward pass
 
 
-def _cached(query: Array, key: Array, value: Array, mask: Mask) -> Array:
+def cached_attention(query: Array, key: Array, value: Array, mask: Mask) -> Array:
     """Compute attention over a cache in blocks of keys, and of many queries in blocks, too.
 
     Blocks of keys are read up to the longest row. A block that a row does not see leaves its result
@@ -410,11 +412,11 @@ def _key_block(kv_seq: int) -> int:
     return _CACHE_BLOCK if kv_seq % _CACHE_BLOCK == 0 else kv_seq
 
 
-def _split(query: Array, key: Array, value: Array, mask: Mask) -> Array:
+def split_attention(query: Array, key: Array, value: Array, mask: Mask) -> Array:
     """Compute attention over all keys of a cache at once, without a loop.
 
     Each block of keys has a softmax of its own. These are merged in pairs, then the pairs in pairs,
-    and so on. As in ``_cached``, a block that a row does not see changes no bit, so neither do
+    and so on. As in ``cached_attention``, a block that a row does not see changes no bit, so neither do
     other rows, nor a longer cache: its blocks are merged with each other first.
     """
     grouped = _group(query, key)
@@ -445,139 +447,3 @@ def _merge_pairs(blocks: _Softmax) -> _Softmax:
     left = _Softmax(*(array[:, :, 0::2] for array in padded))
     right = _Softmax(*(array[:, :, 1::2] for array in padded))
     return left.merge(right)
-
-
-# The table of implementations, and the choice
-
-
-class Refused(ValueError):
-    """An implementation of attention cannot serve some arguments."""
-
-
-class AttentionImplementation(NamedTuple):
-    """One way to compute ``attention``."""
-
-    function: Callable[[Array, Array, Array, Mask], Array]
-    refuses: Callable[[Any, Any, Mask], str | None] = lambda query, key, mask: None  # and why
-    platform: str = ""  # the only one that has it; empty: all do
-    backward: bool = True  # whether it can be differentiated
-
-
-def _xla_refuses(query: Array, key: Array, mask: Mask) -> str | None:
-    return "float64" if query.dtype == jnp.float64 else None
-
-
-ATTENTION = {
-    "reference": AttentionImplementation(_reference),
-    "blocked": AttentionImplementation(_blocked),
-    "cached": AttentionImplementation(_cached, backward=False),
-    "xla": AttentionImplementation(_xla, _xla_refuses),
-    "split": AttentionImplementation(_split, backward=False),
-}
-"""The implementations of ``attention`` by name. Add an entry for another one, as ``jllama.kernels``
-does."""
-
-CACHE_ATTENTION = {"gpu": ["split"], "tpu": ["split"]}
-"""The choice of ``auto`` by platform for a few tokens after cached ones: the first implementation
-that serves them, else ``cached``."""
-
-_MODULES = {"tokamax": "tokamax", "triton": "jax.experimental.pallas.ops.gpu.attention"}
-"""The modules of GPU kernels that keep documents apart, the fastest first. JAX means to remove its
-own."""
-
-
-def is_installed(name: str) -> bool:
-    """Return whether the module that an implementation of ``ATTENTION`` needs can be imported."""
-    try:
-        return name not in _MODULES or importlib.util.find_spec(_MODULES[name]) is not None
-    except ModuleNotFoundError:  # of the package that has the module
-        return False
-
-
-def choose_attention(
-    seq: int,
-    kv_seq: int,
-    *,
-    backward: bool = True,
-    platform: str = "cpu",
-    dtype: Any = "float32",
-    packed: bool = True,
-) -> str:
-    """Return the name that ``auto`` stands for.
-
-    That is a kernel for whole sequences where the platform has one, else plain formulas: in blocks
-    for whole sequences, without a backward pass only for more than 128 tokens.
-
-    Args:
-        seq: the number of queries.
-        kv_seq: the number of keys.
-        backward: whether gradients are needed.
-        platform: ``cpu``, ``gpu`` or ``tpu``.
-        dtype: that of the arrays; kernels for GPUs need 16 bits.
-        packed: whether documents must be kept apart, which cuDNN cannot. The faster kernel that can
-            needs the package ``tokamax``.
-
-    >>> choose_attention(512, 512), choose_attention(1, 512)
-    ('blocked', 'reference')
-    """
-    is_whole = 0 < seq == kv_seq
-    if is_whole and seq >= _SHORT:
-        if platform == "tpu":
-            return "splash"
-        if platform == "gpu" and jnp.dtype(dtype).itemsize == 2:
-            names = [*_MODULES, "blocked"] if packed else ["cudnn"]
-            return next(name for name in names if is_installed(name))
-    return "blocked" if is_whole and (backward or seq > _SHORT) else "reference"
-
-
-def choose_cache_attention(seq: int, key: Any, platform: str) -> str:
-    """Return the name that ``auto`` stands for, for ``seq`` tokens after cached keys like ``key``.
-
-    A loop over keys costs a GPU a synchronization with the host and many small launches in each
-    layer.
-    """
-    query = jax.ShapeDtypeStruct((*key.shape[:2], seq, key.shape[3]), key.dtype)
-    mask = Mask(offset=jnp.zeros(1, jnp.int32))
-    if seq < _FEW:
-        for name in CACHE_ATTENTION.get(platform, []):
-            if not ATTENTION[name].refuses(query, key, mask):
-                return name
-    return "cached"
-
-
-@checked
-def attention(
-    query: Queries, key: Keys, value: Keys, mask: Mask = _CAUSAL, implementation: str = "auto"
-) -> Queries:
-    """Compute ``grouped_query_attention`` under a ``Mask``.
-
-    ``implementation`` is a name of ``ATTENTION``, or ``auto`` for ``choose_attention``. With
-    ``heads == kv_heads``, arrays of ``[batch, seq, heads, head_dim]`` have right shapes, too, and
-    are not noticed.
-
-    Raises:
-        ValueError: there is no such implementation, or it cannot serve these arguments
-            (``Refused``); another one never takes its place.
-
-    >>> x = jnp.ones((1, 2, 3, 8))
-    >>> print(attention(x, x, x).shape)
-    (1, 2, 3, 8)
-    """
-    seq = query.shape[2]
-    kv_seq = key.shape[2]
-    if all(field is None for field in mask) and seq > kv_seq:  # a row attends to itself
-        raise ValueError(
-            f"attention: query is {list(query.shape)} and key {list(key.shape)}, for "
-            "[batch, heads, seq, head_dim]; it fits after swapaxes(1, 2), heads before seq"
-        )
-    if implementation == "auto":
-        implementation = choose_attention(seq, kv_seq)
-    if implementation not in ATTENTION:
-        raise ValueError(
-            f"there is no attention implementation {implementation!r}; "
-            f"there are {', '.join(ATTENTION)}"
-        )
-    reason = ATTENTION[implementation].refuses(query, key, mask)
-    if reason:
-        raise Refused(f"the attention implementation {implementation!r} cannot serve {reason}")
-    return ATTENTION[implementation].function(query, key, value, mask)

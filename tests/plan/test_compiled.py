@@ -184,8 +184,7 @@ def attention_programs(platform):
     import jax
     import jax.numpy as jnp
 
-    from jllama.functional import Mask, attention
-    from jllama.kernels import ATTENTION
+    from jllama.functional import ATTENTION, Mask, attention
     from jllama.plan.devices import topology_devices
 
     device, found = topology_devices(ON[platform])[1][0], {}

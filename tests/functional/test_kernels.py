@@ -9,10 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jllama import kernels, oracle
+from jllama import oracle
 from jllama.errors import UsageError
-from jllama.functional import ATTENTION, Mask, attention, choose_attention, choose_cache_attention
-from jllama.kernels import first_of_segments, paged, splash, triton
+from jllama.functional import (
+    ATTENTION,
+    Mask,
+    Refused,
+    attention,
+    choose_attention,
+    choose_cache_attention,
+    kernels,
+)
+from jllama.functional.kernels import first_of_segments, paged, splash, triton
+from jllama.model import check_attention
 from jllama.verify.checks import relative_error
 
 KERNELS = {"splash": splash, "triton": triton}
@@ -103,9 +112,12 @@ def test_without_tokamax_one_sentence_says_what_to_install(monkeypatch):
     for name in [name for name in sys.modules if name.startswith("tokamax.")]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(
-        UsageError, match=r"tokamax, which can't be imported .*: pip install 'jllama\[cuda\]'"
+        Refused, match=r"tokamax, which can't be imported .*: pip install 'jllama\[cuda\]'"
     ):
         attention(*draw(2, 1, 8, 8, 64, jnp.bfloat16), Mask(), "tokamax")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"tokamax is not installed: pip install 'jllama\[cuda\]'"):
+        check_attention("tokamax", "gpu", backward=True)
 
 
 def test_auto_takes_the_fastest_kernel_that_is_there(monkeypatch):

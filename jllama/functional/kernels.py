@@ -1,6 +1,6 @@
 """Kernels for attention that never hold a row of scores in memory: JAX's own and tokamax's.
 
-They are entries of ``functional.ATTENTION``. Each takes ``[batch, heads, seq, head_dim]`` and a
+``jllama.functional.implementations`` lists them. Each takes ``[batch, heads, seq, head_dim]`` and a
 ``Mask``, forward and backward. Sequences are padded to whole blocks at their end, where causality
 hides the padding from every real query, and head sizes to those that the kernel takes.
 """
@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Int
 
-from jllama.errors import UsageError
-from jllama.functional import ATTENDED, ATTENTION, CACHE_ATTENTION, AttentionImplementation, Mask
+from jllama.functional.attention import ATTENDED, Mask, Refused
 
 _LANES = 128
 _PAGE = 256  # keys of a cache
@@ -189,7 +188,7 @@ def _tokamax_package() -> tuple[Any, Any, Any]:
         from tokamax._src import gpu_utils  # pyright: ignore[reportMissingImports] - only with Python 3.12
         from tokamax._src.ops.attention import api, base  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise UsageError(
+        raise Refused(
             f"attention is tokamax, which can't be imported ({error}): pip install 'jllama[cuda]' "
             "with Python 3.12 or later, or set another training.attention"
         ) from error
@@ -218,11 +217,11 @@ def _pad(array: Array, sizes: dict[int, int], value: int = 0) -> Array:
 # Why a kernel cannot serve some arguments; None if it can
 
 
-def _splash_refuses(query: Array, key: Array, mask: Mask) -> str | None:
+def splash_refuses(query: Array, key: Array, mask: Mask) -> str | None:
     return None if mask.lengths is None else "a mask with lengths"
 
 
-def _cudnn_refuses(query: Array, key: Array, mask: Mask) -> str | None:
+def cudnn_refuses(query: Array, key: Array, mask: Mask) -> str | None:
     """Refuse what cuDNN cannot serve, or only with all scores or such a bias in memory."""
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"{query.dtype}: only bfloat16 and float16"
@@ -232,29 +231,21 @@ def _cudnn_refuses(query: Array, key: Array, mask: Mask) -> str | None:
     return f"a head size of {head_dim}: at most 128" if head_dim > 128 else None
 
 
-def _triton_refuses(query: Array, key: Array, mask: Mask) -> str | None:
+def triton_refuses(query: Array, key: Array, mask: Mask) -> str | None:
     if mask.offset is None and mask.lengths is None and query.shape[2] == key.shape[2]:
         return None
     return "a mask with an offset or lengths, or other numbers of keys than of queries"
 
 
-def _tokamax_refuses(query: Array, key: Array, mask: Mask) -> str | None:
+def tokamax_refuses(query: Array, key: Array, mask: Mask) -> str | None:
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"{query.dtype}: only bfloat16 and float16"
-    return _triton_refuses(query, key, mask)
+    return triton_refuses(query, key, mask)
 
 
-def _paged_refuses(query: Any, key: Any, mask: Mask) -> str | None:
+def paged_refuses(query: Any, key: Any, mask: Mask) -> str | None:
     is_one_token = query.shape[2] == 1 and all(field is None for field in mask[1:])
     fits = key.shape[3] % _LANES == 0 and key.shape[2] % _PAGE == 0
     if is_one_token and fits and key.dtype == jnp.bfloat16:
         return None
     return "all but one new token a row, over bfloat16 keys in blocks of 256, of heads of 128"
-
-
-ATTENTION["splash"] = AttentionImplementation(splash, _splash_refuses, "tpu")
-ATTENTION["cudnn"] = AttentionImplementation(cudnn, _cudnn_refuses, "gpu")
-ATTENTION["tokamax"] = AttentionImplementation(tokamax, _tokamax_refuses, "gpu")
-ATTENTION["triton"] = AttentionImplementation(triton, _triton_refuses, "gpu")
-ATTENTION["paged"] = AttentionImplementation(paged, _paged_refuses, "tpu", backward=False)
-CACHE_ATTENTION["tpu"].insert(0, "paged")
