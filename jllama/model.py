@@ -569,8 +569,8 @@ def check_attention(name: str, platform: str = "", *, backward: bool = False) ->
         )
     if platform and not F.is_installed(name):
         raise UsageError(
-            f"{name} is not installed: pip install 'jllama[cuda]' with Python 3.12 or later, or set "
-            "another training.attention"
+            f"{name} is not installed: pip install 'jllama[cuda]' with Python 3.12 or later, or "
+            "set another training.attention"
         )
 
 

@@ -218,11 +218,12 @@ def _pad(array: Array, sizes: dict[int, int], value: int = 0) -> Array:
 
 
 def splash_refuses(query: Array, key: Array, mask: Mask) -> str | None:
+    """Return what splash attention cannot serve."""
     return None if mask.lengths is None else "a mask with lengths"
 
 
 def cudnn_refuses(query: Array, key: Array, mask: Mask) -> str | None:
-    """Refuse what cuDNN cannot serve, or only with all scores or such a bias in memory."""
+    """Return what cuDNN cannot serve, or only with all scores or such a bias in memory."""
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"{query.dtype}: only bfloat16 and float16"
     if any(field is not None for field in mask):
@@ -232,18 +233,21 @@ def cudnn_refuses(query: Array, key: Array, mask: Mask) -> str | None:
 
 
 def triton_refuses(query: Array, key: Array, mask: Mask) -> str | None:
+    """Return what Pallas' Triton attention cannot serve."""
     if mask.offset is None and mask.lengths is None and query.shape[2] == key.shape[2]:
         return None
     return "a mask with an offset or lengths, or other numbers of keys than of queries"
 
 
 def tokamax_refuses(query: Array, key: Array, mask: Mask) -> str | None:
+    """Return what tokamax's attention cannot serve."""
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"{query.dtype}: only bfloat16 and float16"
     return triton_refuses(query, key, mask)
 
 
 def paged_refuses(query: Any, key: Any, mask: Mask) -> str | None:
+    """Return what paged attention cannot serve."""
     is_one_token = query.shape[2] == 1 and all(field is None for field in mask[1:])
     fits = key.shape[3] % _LANES == 0 and key.shape[2] % _PAGE == 0
     if is_one_token and fits and key.dtype == jnp.bfloat16:
