@@ -1,4 +1,4 @@
-"""A checkpoint is examined: a whole one passes in every format, and each damage to its files is told by name."""
+"""A whole checkpoint passes in every format, and each damage to its files is told by name."""
 
 import dataclasses
 import hashlib
@@ -161,9 +161,9 @@ def test_streamed_logits_are_those_of_the_whole_models(changed):
     with jax.default_matmul_precision("highest"):
         run = run_layerwise(checkpoint, tokens[0].tolist())
         ours = jllama_itself().forward(config, params, tokens)[0]
-    assert relative_error(run.logits, oracle.forward(params, tokens, config)[0]) < 1e-12
-    assert relative_error(run.own_logits, ours) < 1e-6
-    assert worst_error(run.own_logits, run.logits) < TOLERANCE / 5
+    assert relative_error(run.oracle_logits, oracle.forward(params, tokens, config)[0]) < 1e-12
+    assert relative_error(run.jax_logits, ours) < 1e-6
+    assert worst_error(run.jax_logits, run.oracle_logits) < TOLERANCE / 5
     assert max(run.layer_errors) < TOLERANCE / 5
     assert run.damage == []
 
@@ -208,9 +208,9 @@ def test_tensors_of_several_blocks(monkeypatch, tied):
     assert found.damage == at_once.damage
     assert "embed (65 of 6,208 numbers)" in found.damage[0]
     assert "in layers/0/wq:" in found.damage[1]
-    assert relative_error(found.logits, at_once.logits) < 1e-12
-    assert relative_error(found.own_logits, at_once.own_logits) < 1e-6
-    assert np.isfinite(found.logits).all()
+    assert relative_error(found.oracle_logits, at_once.oracle_logits) < 1e-12
+    assert relative_error(found.jax_logits, at_once.jax_logits) < 1e-6
+    assert np.isfinite(found.oracle_logits).all()
 
 
 def watched(key, tensor, reads):
@@ -365,7 +365,9 @@ def test_a_context_of_one_token_predicts_nothing(tmp_path):
     found = verify_checkpoint(tmp_path / "hf")
     assert found.passed
     assert found.perplexity is None
-    assert any("none can be predicted" in finding for finding in found.findings)
+    assert any(
+        "none of the text's 1 tokens can be predicted" in finding for finding in found.findings
+    )
 
 
 class Forgetful(BytesTokenizer):
@@ -463,12 +465,14 @@ def test_a_released_llama_is_ordinary(name):
         (
             "llama3.2-1b",
             {"rope_scaling": None},
-            "rope_scaling is absent; llama3.2-1b, of the same shape, has llama3, factor 32, from 8,192 tokens",
+            "rope_scaling is absent; llama3.2-1b, of the same shape, "
+            "has llama3, factor 32, from 8,192 tokens",
         ),
         (
             "llama3.1-8b",
             {"rope_scaling": None},
-            "rope_scaling is absent; llama3.1-8b, of the same shape, has llama3, factor 8, from 8,192 tokens",
+            "rope_scaling is absent; llama3.1-8b, of the same shape, "
+            "has llama3, factor 8, from 8,192 tokens",
         ),
         (
             "llama2-7b",
