@@ -126,8 +126,8 @@ def test_attention_equals_the_oracle_under_any_mask(seed, density):
     dense = (keys <= offset[:, None, None] + keys[:, None]) & (keys < lengths[:, None])[:, None]
     dense &= segments[:, :, None] == segments[:, None]
     for dtype, _, tolerance in DTYPES:
-        for attend in attentions().values():
-            assert attention_error(attend, mask, dense, dtype, seed) < tolerance
+        for attention in attentions().values():
+            assert attention_error(attention, mask, dense, dtype, seed) < tolerance
 
 
 def test_what_an_implementation_refuses_is_said_and_is_no_failure(monkeypatch):
@@ -298,12 +298,12 @@ def unscaled(query, key, value, mask):
 def with_dense(change):
     """Attention under a mask that is changed."""
 
-    def attend(query, key, value, mask):
+    def attention(query, key, value, mask):
         return F.grouped_query_attention(
             query, key, value, change(mask.dense(query.shape[2], key.shape[2]))
         )
 
-    return attend
+    return attention
 
 
 def blind_queries_are_nan(query, key, value, mask):
