@@ -29,14 +29,6 @@ from jllama.errors import UsageError
 from jllama.verify.checks import random_params, relative_error
 
 Component = Callable[..., Any]
-META = (
-    "interleaved pairs: Meta's layout, right for Meta's weights; "
-    "jllama and Hugging Face use half-split"
-)
-TILED = (
-    "query head n uses key-value head n % kv_heads, not n // (heads / kv_heads): "
-    "tiled, not repeated"
-)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -450,7 +442,8 @@ MISTAKES: dict[str, dict[str, Component]] = {
     "rope": _wrong(
         _rope,
         {
-            META: {"apart": 1, "table": 1},
+            "interleaved pairs: Meta's layout, right for Meta's weights; "
+            "jllama and Hugging Face use half-split": {"apart": 1, "table": 1},
             "half-split pairs, with the table of interleaved ones": {"table": 1},
             "interleaved pairs, with the table of half-split ones": {"apart": 1},
             "pairs turn backwards: the sine has the wrong sign": {"at": -np.arange(7, 47)},
@@ -470,7 +463,10 @@ MISTAKES: dict[str, dict[str, Component]] = {
             "scores are not divided by sqrt(head_dim)": {"scale": 1},
             "scores are divided by head_dim, not by its square root": {"scale": 16},
             "scores are divided by sqrt(heads * head_dim)": {"scale": 96**0.5},
-            TILED: {"repeat": lambda x, times, axis: np.concatenate([x] * times, axis)},
+            "query head n uses key-value head n % kv_heads, not n // (heads / kv_heads): "
+            "tiled, not repeated": {
+                "repeat": lambda x, times, axis: np.concatenate([x] * times, axis)
+            },
             "the softmax is over the queries, not over the keys": {"axis": -2},
             "there is no mask": {"ahead": (-99, 99)},
             "mask off by one: a token sees the one after it": {"ahead": (-99, 1)},

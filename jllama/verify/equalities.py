@@ -91,7 +91,10 @@ class Case(NamedTuple):
 
 
 def equality_checks(implementation: Implementation) -> list[Check]:
-    """Return all checks of the group: properties of one small model with Llama 3.2's RoPE."""
+    """Return all checks of the group, on one small model with Llama 3.2's RoPE.
+
+    Their tolerance is ``TOLERANCE`` where none is stated.
+    """
     rng = np.random.default_rng(0)
     # With small embeddings, what attention adds counts in the logits.
     params = random_params(CONFIG, 0, embed_std=0.1)
@@ -104,66 +107,87 @@ def equality_checks(implementation: Implementation) -> list[Check]:
 
     # Row n prefills n + 1 tokens; then each row decodes its other tokens one by one.
     splits = [(SEQ, np.arange(1, SEQ + 1)), *[(1, 1)] * SEQ]
-    row = "prefill and decode against one forward"
-    checks = [_check(row, f"every split of {SEQ}", TOLERANCE, cache_error, case, splits)]
-
-    row = "chunked prefill against one forward"
+    # Eight chunks of random counts, then full ones.
+    chunks = {}
     for width in (1, 5, 16):
-        chunks = [(width, counts) for counts in rng.integers(0, width + 1, (8, SEQ))]
-        chunks += [(width, width)] * SEQ
-        column = f"chunks of up to {width}"
-        checks.append(_check(row, column, TOLERANCE, cache_error, case, chunks))
+        random_chunks = [(width, counts) for counts in rng.integers(0, width + 1, (8, SEQ))]
+        chunks[width] = random_chunks + [(width, width)] * SEQ
 
-    row = "ragged batch against single rows"
-    checks += [
-        _check(row, f"{SEQ} lengths", TOLERANCE, ragged_error, case, lengths),
-        _check(row, "other padding and mates", TOLERANCE, padding_error, case, lengths),
-    ]
-    row = "packed documents against each alone"
-    checks.append(_check(row, "up to 4 in a row", TOLERANCE, packed_error, case, segments))
-    row = "scanned against unrolled layers"
-    checks.append(_check(row, "logits", CLOSE, layouts_error, case))
-    row = "remat on against off"
-    checks += [
-        _check(row, "loss", CLOSE, remat_error, case, 0),
-        _check(row, "gradients", TOLERANCE, remat_error, case, 1),
-    ]
-    row = "bfloat16 against float32 weights"
-    column = f"up to position {FAR:,}"
-    checks.append(_check(row, column, BFLOAT16_TOLERANCE, bfloat16_error, case, positions))
-
-    row = "packed documents against reference attention"
-    checks += [
-        _check(row, name, TOLERANCE, choice_error, long, long_segments, name)
-        for name in attentions()
-        if name != "reference"
-    ]
-    checks += [
+    ragged = "ragged batch against single rows"
+    return [
         _check(
-            f"attention against the oracle, {kind}",
-            name + suffix,
-            tolerance,
-            attention_error,
-            attention,
-            mask,
-            dense,
-            dtype,
-        )
-        for kind, (mask, dense) in attention_masks().items()
-        for dtype, suffix, tolerance in DTYPES
-        for name, attention in attentions().items()
+            "prefill and decode against one forward",
+            f"every split of {SEQ}",
+            cache_error,
+            case,
+            splits,
+        ),
+        *(
+            _check(
+                "chunked prefill against one forward",
+                f"chunks of up to {width}",
+                cache_error,
+                case,
+                chunks[width],
+            )
+            for width in chunks
+        ),
+        _check(ragged, f"{SEQ} lengths", ragged_error, case, lengths),
+        _check(ragged, "other padding and mates", padding_error, case, lengths),
+        _check(
+            "packed documents against each alone", "up to 4 in a row", packed_error, case, segments
+        ),
+        _check("scanned against unrolled layers", "logits", layouts_error, case, tolerance=CLOSE),
+        _check("remat on against off", "loss", remat_error, case, 0, tolerance=CLOSE),
+        _check("remat on against off", "gradients", remat_error, case, 1),
+        _check(
+            "bfloat16 against float32 weights",
+            f"up to position {FAR:,}",
+            bfloat16_error,
+            case,
+            positions,
+            tolerance=BFLOAT16_TOLERANCE,
+        ),
+        *(
+            _check(
+                "packed documents against reference attention",
+                name,
+                choice_error,
+                long,
+                long_segments,
+                name,
+            )
+            for name in attentions()
+            if name != "reference"
+        ),
+        *(
+            _check(
+                f"attention against the oracle, {kind}",
+                name + suffix,
+                attention_error,
+                attention,
+                *masks,
+                dtype,
+                tolerance=tolerance,
+            )
+            for kind, masks in attention_masks().items()
+            for dtype, suffix, tolerance in DTYPES
+            for name, attention in attentions().items()
+        ),
+        *(
+            _check(f"sharded against one device, {result}", column, error, case, sizes)
+            for column, sizes in MESHES.items()
+            for result, error in (("logits", sharded_error), ("training", sharded_training_error))
+        ),
     ]
-    for column, sizes in MESHES.items():
-        row = "sharded against one device"
-        checks += [
-            _check(f"{row}, logits", column, TOLERANCE, sharded_error, case, sizes),
-            _check(f"{row}, training", column, TOLERANCE, sharded_training_error, case, sizes),
-        ]
-    return checks
 
 
 def _check(
-    row: str, column: str, tolerance: float, error: Callable[..., float], *arguments: Any
+    row: str,
+    column: str,
+    error: Callable[..., float],
+    *arguments: Any,
+    tolerance: float = TOLERANCE,
 ) -> Check:
     return Check("equalities", row, column, functools.partial(error, *arguments), tolerance)
 

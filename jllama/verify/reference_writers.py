@@ -31,42 +31,41 @@ from jllama.rope_scaling import Llama3Scaling, YarnScaling
 
 Tensors = dict[str, np.ndarray]
 
+
+def _table(text: str) -> dict[str, list[str]]:
+    """Read a table whose first column has the keys."""
+    return {key: names for key, *names in map(str.split, text.strip().splitlines())}
+
+
+# The name of each tensor in Meta's, Hugging Face's and GGUF's files, without the ``.weight`` that
+# ends them all.
 _META, _HUGGING_FACE, _GGUF = range(3)
-# The name of each tensor in the three formats, without the ``.weight`` that ends them all.
-_NAMES = {
-    "embed": ("tok_embeddings", "model.embed_tokens", "token_embd"),
-    "attn_norm": (
-        "layers.{}.attention_norm",
-        "model.layers.{}.input_layernorm",
-        "blk.{}.attn_norm",
-    ),
-    "wq": ("layers.{}.attention.wq", "model.layers.{}.self_attn.q_proj", "blk.{}.attn_q"),
-    "wk": ("layers.{}.attention.wk", "model.layers.{}.self_attn.k_proj", "blk.{}.attn_k"),
-    "wv": ("layers.{}.attention.wv", "model.layers.{}.self_attn.v_proj", "blk.{}.attn_v"),
-    "wo": ("layers.{}.attention.wo", "model.layers.{}.self_attn.o_proj", "blk.{}.attn_output"),
-    "mlp_norm": (
-        "layers.{}.ffn_norm",
-        "model.layers.{}.post_attention_layernorm",
-        "blk.{}.ffn_norm",
-    ),
-    "w_gate": ("layers.{}.feed_forward.w1", "model.layers.{}.mlp.gate_proj", "blk.{}.ffn_gate"),
-    "w_down": ("layers.{}.feed_forward.w2", "model.layers.{}.mlp.down_proj", "blk.{}.ffn_down"),
-    "w_up": ("layers.{}.feed_forward.w3", "model.layers.{}.mlp.up_proj", "blk.{}.ffn_up"),
-    "final_norm": ("norm", "model.norm", "output_norm"),
-    "lm_head": ("output", "lm_head", "output"),
-}
-# The name of each field that both Hugging Face and GGUF have.
-_FIELDS = {
-    "vocab_size": ("vocab_size", "vocab_size"),
-    "num_layers": ("num_hidden_layers", "block_count"),
-    "embed_dim": ("hidden_size", "embedding_length"),
-    "mlp_dim": ("intermediate_size", "feed_forward_length"),
-    "num_heads": ("num_attention_heads", "attention.head_count"),
-    "num_kv_heads": ("num_key_value_heads", "attention.head_count_kv"),
-    "head_dim": ("head_dim", "attention.key_length"),
-    "max_seq_len": ("max_position_embeddings", "context_length"),
-    "norm_eps": ("rms_norm_eps", "attention.layer_norm_rms_epsilon"),
-}
+_NAMES = _table("""
+embed       tok_embeddings             model.embed_tokens                        token_embd
+attn_norm   layers.{}.attention_norm   model.layers.{}.input_layernorm           blk.{}.attn_norm
+wq          layers.{}.attention.wq     model.layers.{}.self_attn.q_proj          blk.{}.attn_q
+wk          layers.{}.attention.wk     model.layers.{}.self_attn.k_proj          blk.{}.attn_k
+wv          layers.{}.attention.wv     model.layers.{}.self_attn.v_proj          blk.{}.attn_v
+wo          layers.{}.attention.wo     model.layers.{}.self_attn.o_proj          blk.{}.attn_output
+mlp_norm    layers.{}.ffn_norm         model.layers.{}.post_attention_layernorm  blk.{}.ffn_norm
+w_gate      layers.{}.feed_forward.w1  model.layers.{}.mlp.gate_proj             blk.{}.ffn_gate
+w_down      layers.{}.feed_forward.w2  model.layers.{}.mlp.down_proj             blk.{}.ffn_down
+w_up        layers.{}.feed_forward.w3  model.layers.{}.mlp.up_proj               blk.{}.ffn_up
+final_norm  norm                       model.norm                                output_norm
+lm_head     output                     lm_head                                   output
+""")
+# The names of the fields that both Hugging Face and GGUF have.
+_FIELDS = _table("""
+vocab_size    vocab_size               vocab_size
+num_layers    num_hidden_layers        block_count
+embed_dim     hidden_size              embedding_length
+mlp_dim       intermediate_size        feed_forward_length
+num_heads     num_attention_heads      attention.head_count
+num_kv_heads  num_key_value_heads      attention.head_count_kv
+head_dim      head_dim                 attention.key_length
+max_seq_len   max_position_embeddings  context_length
+norm_eps      rms_norm_eps             attention.layer_norm_rms_epsilon
+""")
 
 
 class FormatWriter(NamedTuple):
@@ -366,18 +365,10 @@ def _write_llama2c(path: Path, config: LlamaConfig, params: Params) -> None:
 
     Cosines and sines stand before the head. The vocabulary is negative if there is a separate head.
     """
-    kinds = [
-        "attention_norm",
-        "attention.wq",
-        "attention.wk",
-        "attention.wv",
-        "attention.wo",
-        "ffn_norm",
-        "feed_forward.w1",
-        "feed_forward.w2",
-        "feed_forward.w3",
-    ]
-    names = [f"layers.{layer}.{kind}" for kind in kinds for layer in range(config.num_layers)]
+    attention = ("attention_norm", "attention.wq", "attention.wk", "attention.wv", "attention.wo")
+    mlp = ("ffn_norm", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
+    layers = range(config.num_layers)
+    names = [f"layers.{layer}.{kind}" for kind in attention + mlp for layer in layers]
     tensors = meta_tensors(config, params)
     arrays = [tensors[f"{name}.weight"] for name in ("tok_embeddings", *names, "norm")]
     angles = np.outer(np.arange(config.max_seq_len), _frequencies(config))
