@@ -1,8 +1,8 @@
 """Peak private memory and time of converting, loading and sampling 1.1 billion random parameters.
 
-The shape is TinyLlama's, which every format can hold. Private memory is anonymous pages, ``RssAnon``
-in ``/proc/PID/status`` (of Linux), sampled every 5 ms. It includes the interpreter and its libraries,
-but not mapped files. The bound is the model's size in the target dtype plus 1 GB.
+The shape is TinyLlama's, which every format can hold. Private memory is anonymous pages,
+``RssAnon`` in ``/proc/PID/status`` (of Linux), sampled every 5 ms. It includes the interpreter and
+its libraries, but not mapped files. The bound is the model's size in the target dtype plus 1 GB.
 Needs about 10 GB of disk.
 
     python benchmarks/checkpoint_memory.py --folder /some/disk
