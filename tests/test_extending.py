@@ -98,8 +98,8 @@ def test_an_objective(tmp_path, additions):
     student, teacher_probs = (
         np.exp(logits - np.log(np.exp(logits).sum(-1, keepdims=True)))
         for logits in (
-            oracle.forward(each, batch.tokens[:, :-1], SMALL, segments=segments)
-            for each in (weights, teacher.params)
+            oracle.forward(params, batch.tokens[:, :-1], SMALL, segments=segments)
+            for params in (weights, teacher.params)
         )
     )
     expected = -np.sum(teacher_probs * np.log(student), axis=-1)[counted].mean()
@@ -142,7 +142,7 @@ def test_an_objective(tmp_path, additions):
     losses = [line["loss"] for line in lines if "loss" in line]
     assert losses[-1] < losses[0]
     figures = [line["validation_figures"] for line in lines if "validation_loss" in line]
-    assert all(0 <= each["same_choice"] <= 1 for each in figures)
+    assert all(0 <= line["same_choice"] <= 1 for line in figures)
     assert "perplexity" not in json.dumps(figures)
 
 

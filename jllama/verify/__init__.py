@@ -1,1 +1,1 @@
-"""Checks, as data, that this machine computes Llamas correctly, and the error that each would see."""
+"""Checks, as data, that this machine computes Llamas correctly, and what errors they would see."""

@@ -85,7 +85,7 @@ class Case(NamedTuple):
         self, *rows: Int[np.ndarray, "_ seq"] | None, **options: Any
     ) -> Float[np.ndarray, "rows seq vocab"]:
         """Compute the logits of one pass; arguments after the tokens are as in ``Llama.hidden``."""
-        arrays = (None if array is None else jnp.asarray(array) for array in (self.tokens, *rows))
+        arrays = jax.tree.map(jnp.asarray, (self.tokens, *rows))  # None stays
         logits = self.implementation.forward(self.config, self.decode_params, *arrays, **options)
         return np.asarray(logits)
 

@@ -135,11 +135,11 @@ def test_what_an_implementation_refuses_is_said_and_is_no_failure(monkeypatch):
         return None if mask.lengths is None else "a mask with lengths"
 
     monkeypatch.setitem(F.ATTENTION, "mine", F.ATTENTION["reference"]._replace(refuses=lengths))
-    mine = [
+    checks = [
         rows_of(JLLAMA)[f"attention against the oracle, {kind}/mine"]
         for kind in ("causal", "ragged lengths")
     ]
-    causal, ragged = run_checks(mine)
+    causal, ragged = run_checks(checks)
     assert (causal.passed, causal.refusal, causal.error < TOLERANCE) == (True, "", True)
     assert ragged.passed
     assert ragged.refusal == "the attention implementation 'mine' cannot serve a mask with lengths"
@@ -152,11 +152,11 @@ def test_a_registered_implementation_has_its_rows(monkeypatch):
     monkeypatch.setitem(
         F.ATTENTION, "mine", F.ATTENTION["reference"]._replace(function=forgets_the_segments)
     )
-    mine = {name: check for name, check in rows_of(JLLAMA).items() if name.endswith("/mine")}
+    checks = {name: check for name, check in rows_of(JLLAMA).items() if name.endswith("/mine")}
     wrong = {
-        name for name, check in mine.items() if not check.compute() < VISIBLE * check.tolerance
+        name for name, check in checks.items() if not check.compute() < VISIBLE * check.tolerance
     }
-    assert len(mine) == 5
+    assert len(checks) == 5
     assert wrong == {
         "packed documents against reference attention/mine",
         "attention against the oracle, packed documents/mine",
