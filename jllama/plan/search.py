@@ -63,10 +63,11 @@ def search(
     num_left = _MAX_COMPILATIONS
     trials = _trials(config, accelerator, devices, fixed_batch)
     for trial in sorted(trials, key=lambda trial: trial.token_s):
-        speeds = (receipt.tokens_per_s for _, receipt in tried if receipt.fits)
-        fastest_s = min((1 / speed for speed in speeds), default=math.inf)
+        fastest_s = min(
+            (1 / receipt.tokens_per_s for _, receipt in tried if receipt.fits), default=math.inf
+        )
         if not num_left or trial.token_s[0] > 0.999 * fastest_s:
-            break  # neither can any that follows be faster
+            break  # no later trial can be faster either
         if any(_settles(compiled, receipt, trial) for compiled, receipt in tried):
             continue
         tell(f"compiling {describe(vars(trial.config.mesh), settings(trial.config))}")
