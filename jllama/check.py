@@ -187,10 +187,6 @@ def _small_model() -> tuple[Any, Any, Any]:
     return random_params(config, 0), np.random.default_rng(0).integers(0, 40, (2, 12)), config
 
 
-def _run(function: Component, *inputs: Any) -> Any:
-    return function(*inputs)
-
-
 def _run_in_parts(function: Component, params: Any, tokens: Any, config: Any, cache: Any) -> Any:
     """Feed five tokens and then one at a time; return the logits of all."""
     logits = []
@@ -206,7 +202,11 @@ def _run_for_shares(function: Component, *inputs: Any) -> Any:
 
 
 def _verdict(
-    component: str, function: Component, right: Component, *inputs: Any, run: Component = _run
+    component: str,
+    function: Component,
+    right: Component,
+    *inputs: Any,
+    run: Component | None = None,
 ) -> Verdict:
     """Compare a component with the right one; if they differ, look for a known mistake.
 
@@ -215,7 +215,7 @@ def _verdict(
         function: the component.
         right: the right component, which takes the same ``inputs``.
         inputs: the arguments.
-        run: calls ``function`` with the inputs, and returns what to compare with ``right``'s value.
+        run: calls ``function`` and returns what to compare; if None, that is the value of one call.
     """
     try:
         inspect.signature(function).bind(*inputs)
@@ -225,7 +225,8 @@ def _verdict(
             f"{component} is called as ``{form}``, but your function does not take that: {error}"
         ) from error
     expected = np.asarray(right(*inputs))
-    result = run(function, *copy.deepcopy(inputs))  # the function may write on its inputs
+    call = partial(run, function) if run else function
+    result = call(*copy.deepcopy(inputs))  # the function may write on its inputs
     # Code that computes in float32 meets 1e-4 in any wider dtype too.
     is_16_bit = "16" in str(getattr(result, "dtype", ""))
     tolerance = 3e-2 if is_16_bit else 1e-4

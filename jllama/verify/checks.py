@@ -197,8 +197,8 @@ def _summary(checks: Sequence[Check]) -> str:
     parts = [f"{verdict}: {num_passed} of {len(served)} checks passed"]
     if len(served) < len(checks):
         parts.append(f"{len(checks) - len(served)} refused by the attention implementation")
-    errors = [check.error for check in checks if check.group == "conformance"]
-    errors = [error for error in errors if not math.isnan(error)]
+    computed = [check for check in checks if not math.isnan(check.error)]
+    errors = [check.error for check in computed if check.group == "conformance"]
     if errors:
         parts.append(f"the largest error against the oracle is {max(errors):.1e}")
     ratios = [check.ratio for check in checks if check.group == "mutations" and check.passed]

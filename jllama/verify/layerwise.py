@@ -114,13 +114,14 @@ class _Reader:
     @property
     def damage(self) -> list[str]:
         """Sentences about the tensors that were read."""
+        remedy = "fetch or convert the files again"
         messages = []
         if self._not_finite:
             names = _enumerate(self._not_finite)
-            messages.append(f"NaN or infinity in {names}; all else here takes 0 for it")
+            messages.append(f"NaN or infinity in {names}; all else here takes 0 for it: {remedy}")
         if self._zeros:
-            messages.append(f"nothing but zeros in {_enumerate(self._zeros)}")
-        return [f"{message}: fetch or convert the files again" for message in messages]
+            messages.append(f"nothing but zeros in {_enumerate(self._zeros)}: {remedy}")
+        return messages
 
 
 def _enumerate(names: list[str]) -> str:
