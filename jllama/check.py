@@ -258,8 +258,8 @@ def _verdict(
 def _distance(actual: Any, wrong: Any) -> float:
     """Compute the relative error against a mistake's values where these are finite.
 
-    What a mistake gives elsewhere depends on how it is written. If no value of it is finite, the
-    distance is 0 from other such values.
+    Elsewhere the values depend on how the mistake is written. If none of them is finite, the
+    distance is 0 from values that are not finite either.
     """
     is_finite = np.isfinite(wrong)
     if not is_finite.any():

@@ -1,4 +1,4 @@
-"""What a compiled program does: collectives, memory traffic, kernels and large buffers.
+"""The collectives, memory traffic, kernels and large buffers of a compiled program.
 
 They are read from the program's text, XLA's optimized HLO, which ``jax.stages.Compiled.as_text``
 gives for every platform.

@@ -202,7 +202,7 @@ def plan_training(config: TrainConfig, topology: str) -> Receipt:
     )
     batch = Batch(ids, ids, counted)
 
-    # What is known by formula.
+    # The parts of the receipt that formulas give.
     tokens = options.batch_size * seq_len
     attention = attention_of(config, mesh)
     shares = training.trainable.shares
@@ -403,7 +403,7 @@ def plan_decoding(
     lowered = compiled.lower(params, tokens, cache)
     flops = training_flops_per_token(config, length) / 3 * batch_size / len(devices)
     arguments_bytes = device_bytes((params, tokens, cache))
-    # Of a separate embedding only a few rows are read.
+    # Only a few rows of a separate embedding are read.
     unread_bytes = 0 if config.tie_embeddings else device_bytes(params.weights["embed"])
     known = {
         "parameters_bytes": device_bytes(params),

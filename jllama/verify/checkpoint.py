@@ -38,12 +38,12 @@ HARD = (
     "Füße, naïve — 北京で、안녕 мир 👩‍👩‍👧 x²\tdef f(x):\n"
     "    return  {x: [1,  23]}\r\n\n   <s> e\u0301 \u00a0 end  "
 )
-"""What tokenizers get wrong: accents, scripts, emoji, code, spaces, names of control tokens."""
+"""A text that tokenizers get wrong: accents, scripts, emoji, code, spaces, control tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointResult:
-    """What a checkpoint holds, and the error of jllama's computation of it, as plain data.
+    """The contents of a checkpoint and the error of jllama's computation of it, as plain data.
 
     Attributes:
         path: where it is.

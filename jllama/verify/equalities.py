@@ -31,7 +31,7 @@ from jllama.verify.conformance import Implementation, Tokens, small
 CLOSE = 1e-6
 """Relative error of float32 sums that are taken in nearly the same order."""
 BFLOAT16_TOLERANCE = 3e-2
-"""Of logits: one rounding is off by up to 2e-3, the dozen of two blocks by about 1e-2."""
+"""Relative error of logits: one rounding is off by up to 2e-3, a dozen in two blocks by 1e-2."""
 DTYPES = ((jnp.float32, "", TOLERANCE), (jnp.bfloat16, " in bfloat16", 1e-2))
 """Dtypes that attention is checked in, what they add to its name, and the tolerance."""
 SEQ = 24

@@ -29,7 +29,7 @@ _MAX_LISTED = 9
 
 
 class LayerwiseRun(NamedTuple):
-    """What the oracle and jllama compute from a checkpoint, and how the checkpoint is damaged.
+    """The results of the oracle and of jllama for a checkpoint, and the damage to the checkpoint.
 
     Attributes:
         oracle_logits: the float64 oracle's.
