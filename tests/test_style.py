@@ -63,7 +63,7 @@ def is_text_or_list(node: ast.expr) -> bool:
 
 
 def is_joint_assignment(node: ast.AST) -> bool:
-    """Whether several expressions, more than one of which is no name or literal, are assigned at once."""
+    """Whether several expressions are assigned at once, not counting names and literals."""
     match node:
         case ast.Assign(targets=[ast.Tuple()], value=ast.Tuple(elts=values)):
             return sum(not isinstance(value, ast.Constant | ast.Name) for value in values) >= 2

@@ -158,6 +158,7 @@ def _group(query: Array, key: Array) -> Array:
 
 
 def reference_attention(query: Array, key: Array, value: Array, mask: Mask) -> Array:
+    """Apply the formula under the dense mask."""
     return grouped_query_attention(query, key, value, mask.dense(query.shape[2], key.shape[2]))
 
 
@@ -416,8 +417,8 @@ def split_attention(query: Array, key: Array, value: Array, mask: Mask) -> Array
     """Compute attention over all keys of a cache at once, without a loop.
 
     Each block of keys has a softmax of its own. These are merged in pairs, then the pairs in pairs,
-    and so on. As in ``cached_attention``, a block that a row does not see changes no bit, so neither do
-    other rows, nor a longer cache: its blocks are merged with each other first.
+    and so on. As in ``cached_attention``, a block that a row does not see changes no bit, so
+    neither do other rows, nor a longer cache: its blocks are merged with each other first.
     """
     grouped = _group(query, key)
     batch, kv_heads, kv_seq, head_dim = key.shape
