@@ -188,7 +188,7 @@ def starting_bytes(config: TrainConfig, training: Training) -> int:
     """What a device holds at most while the weights to adapt are read from bfloat16 files and quantized."""
     if not config.trains_adapters or config.lora.base not in ("int8", "nf4"):
         return 0  # each is read in its final form
-    _, held = training.trainable.reading()
+    held = training.trainable.convert
     shapes = {
         path: shape_of(row, config.model) for path, row in parameter_table(config.model).items()
     }

@@ -14,15 +14,16 @@ from jllama.training.step import Training, TrainState
 
 @dataclasses.dataclass
 class Checkpoints:
-    """Saves training states and restores them. What a checkpoint holds as the model is ``training.weights(state)``.
+    """Saves training states and restores them.
 
-    ``corpus`` and ``base`` are the fingerprints of the data and, with adapters, of the weights that they adapt.
+    As the model a checkpoint holds ``training.weights(state)``: with ``training.ema`` the running
+    mean, and the weights that training continues with are then part of the saved state.
     """
 
-    saved: RunCheckpoints
+    store: RunCheckpoints
     training: Training
-    corpus: str
-    base: str | None
+    corpus: str  # the fingerprint of the data
+    base: str | None  # the fingerprint of the weights under adapters
 
     def save(
         self,
@@ -32,55 +33,60 @@ class Checkpoints:
         seconds: float,
         validation_loss: float | None,
     ) -> None:
-        """Begin to save a state, with the state of the batches; JllamaError if this or the save before failed."""
+        """Begin to save a state, with the state of the batches; JllamaError if this or the save
+        before failed.
+        """
         meta: Json = {"batches": batches, "corpus": self.corpus, "seconds": seconds}
         if self.base:
             meta["base_fingerprint"] = self.base
         key = jax.random.key_data(state.key)
-        trained = None if state.average is None else self.training.trainable.trained(state.params)
-        others = _others(state, key, trained)
-        self.saved.save(step, self.training.weights(state), others, meta, validation_loss)
+        trained = None if state.average is None else self.training.trainable.select(state.params)
+        others = _other_arrays(state, key, trained)
+        self.store.save(step, self.training.weights(state), others, meta, validation_loss)
 
     def restore(self, step: int, base: Params | None) -> tuple[TrainState, Json]:
-        """The state that was saved at a step, on its devices, with these weights that are not saved; and the notes.
+        """Return the state that was saved at a step, on its devices, and the metadata; ``base`` is
+        not saved.
 
-        JllamaError if the files are damaged, or the data or the base is another.
+        Raises ``JllamaError`` if the files are damaged, or the data or the base has changed.
         """
-        abstract = jax.eval_shape(self.training.init, jax.random.key(0))
-        key = jax.eval_shape(
-            jax.jit(jax.random.key_data, out_shardings=abstract.key.sharding), abstract.key
-        )
-        weights, others, meta = self.saved.restore(
-            step, abstract.params, _others(abstract, key, abstract.average)
-        )
+        training = self.training
+        abstract = jax.eval_shape(training.init, jax.random.key(0))
+        as_numbers = jax.jit(jax.random.key_data, out_shardings=abstract.key.sharding)
+        key = jax.eval_shape(as_numbers, abstract.key)
+        others = _other_arrays(abstract, key, abstract.average)
+        weights, others, meta = self.store.restore(step, abstract.params, others)
         self._check(step, meta)
         others["key"] = jax.random.wrap_key_data(others["key"])
-        trainable = self.training.trainable
         trained = others.pop("trained", None)
         if trained is not None:
-            others["average"] = trainable.trained(weights)
-            weights = trainable.replaced(weights, trained)
+            others["average"] = training.trainable.select(weights)
+            weights = training.trainable.with_trained(weights, trained)
         return TrainState(params=weights, base=base, **others), meta
 
     def _check(self, step: int, meta: Json) -> None:
-        corpora = (
-            meta.get("corpus"),
-            *meta.get("identity", {}).values(),
-        )  # 0.1.0 wrote an identity
-        if self.corpus not in corpora:
-            said = f"changed since {self.saved.folder / str(step)} was saved: the corpus or its tokenizer"
-            raise JllamaError(
-                f"{said}; restore what it was, or start a new run with another run_dir"
+        problem = ""
+        identity = meta.get("identity", {})  # version 0.1.0 wrote one
+        if self.corpus not in (meta.get("corpus"), *identity.values()):
+            saved = self.store.folder / str(step)
+            problem = f"the corpus or its tokenizer has changed since {saved} was saved"
+        elif meta.get("base_fingerprint") != self.base:
+            problem = (
+                f"init_from is not the model that the run {self.store.folder.parent} began from"
             )
-        if meta.get("base_fingerprint") != self.base:
-            said = f"init_from is not the model that the run {self.saved.folder.parent} began from"
+        if problem:
             raise JllamaError(
-                f"{said}: put that there again, or start a new run with another run_dir"
+                f"{problem}; restore what it was, or start a new run with another run_dir"
             )
 
 
-def _others(state: TrainState, key: Any, trained: Params | None) -> dict[str, Any]:
-    """What is saved besides the model: the key as plain numbers, and what is trained where the model is its mean."""
-    others = {"opt_state": state.opt_state, "step": state.step, "key": key}
-    others |= {"usual_norm": state.usual_norm, "trained": trained}
+def _other_arrays(state: TrainState, key: Any, trained: Params | None) -> dict[str, Any]:
+    """Return what is saved besides the model, with the key as plain numbers."""
+    others = {
+        "opt_state": state.opt_state,
+        "step": state.step,
+        "key": key,
+        "usual_norm": state.usual_norm,
+        "trained": trained,
+    }
     return {name: value for name, value in others.items() if value is not None}

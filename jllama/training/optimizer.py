@@ -21,7 +21,8 @@ from jllama.training.config import OptimizerConfig
 def with_decay(
     direction: optax.GradientTransformation, config: OptimizerConfig
 ) -> optax.GradientTransformation:
-    """Add ``config.weight_decay`` times each matrix to the direction that an optimizer gives; the state stays its own.
+    """Add ``config.weight_decay`` times each matrix to the direction that an optimizer gives; the
+    state stays its own.
 
     Scales of norms, biases and the magnitudes of DoRA do not decay.
 
@@ -48,10 +49,12 @@ def _is_matrix(path: str, _: Any) -> bool:
 
 
 def adafactor() -> optax.GradientTransformation:
-    """Adafactor's direction for each matrix of each layer by itself (arXiv:1804.04235, algorithm 4).
+    """Adafactor's direction for each matrix of each layer by itself (arXiv:1804.04235, algorithm
+    4).
 
-    Second moments are kept as the means of each matrix's rows and columns, and no update has a root mean square over 1.
-    Axes that are inputs together (or outputs), such as heads and head_dim, count as one.
+    Second moments are kept as the means of each matrix's rows and columns, and no update has a root
+    mean square over 1. Axes that are inputs together (or outputs), such as heads and head_dim,
+    count as one.
     """
     alone = optax.chain(
         optax.scale_by_factored_rms(min_dim_size_to_factor=1), optax.clip_by_block_rms(1.0)
@@ -77,7 +80,9 @@ def adafactor() -> optax.GradientTransformation:
 
 
 def _over_layers(function: Any) -> Any:
-    """The function for each layer of a stack; where there is none, as where all are frozen, it has nothing to do."""
+    """The function for each layer of a stack; where there is none, as where all are frozen, it has
+    nothing to do.
+    """
 
     def mapped(params: Any, *others: Any) -> Any:
         run = jax.vmap(function) if jax.tree.leaves(params) else function
@@ -93,12 +98,14 @@ def _as_matrix(path: str, leaf: Any) -> Any:
 
 
 def muon(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Muon's direction for each matrix of each layer (an adapter's ``a`` and ``b`` are two), AdamW's for all else.
+    """Muon's direction for each matrix of each layer (an adapter's ``a`` and ``b`` are two),
+    AdamW's for all else.
 
-    ``0.2 * sqrt(max(inputs, outputs)) * orthogonal(m)``: ``m`` is Nesterov's momentum of decay 0.95, and ``orthogonal``
-    brings its singular values near 1 by five steps of Newton and Schulz (Jordan et al. 2024). The factor gives it the
-    root mean square of AdamW's directions, so that one learning rate is for both (arXiv:2502.16982, section 2.2). Axes
-    that are inputs together (or outputs), such as heads and head_dim, count as one.
+    ``0.2 * sqrt(max(inputs, outputs)) * orthogonal(m)``: ``m`` is Nesterov's momentum of decay
+    0.95, and ``orthogonal`` brings its singular values near 1 by five steps of Newton and Schulz
+    (Jordan et al. 2024). The factor gives it the root mean square of AdamW's directions, so that
+    one learning rate is for both (arXiv:2502.16982, section 2.2). Axes that are inputs together (or
+    outputs), such as heads and head_dim, count as one.
     """
     axes_of = functools.partial(map_by_path, _matrix_axes)
     orthogonal: Any = optax.contrib.scale_by_muon(weight_dimension_numbers=axes_of)
@@ -145,11 +152,12 @@ OPTIMIZERS: dict[str, Callable[[OptimizerConfig], optax.GradientTransformation]]
     "adafactor": lambda config: with_decay(adafactor(), config),
     "muon": lambda config: with_decay(muon(config), config),
 }
-"""How each optimizer turns clipped gradients into directions, weight decay included; ``make_optimizer`` adds the rest.
+"""How each optimizer turns clipped gradients into directions, weight decay included;
+``make_optimizer`` adds the rest.
 
-To add one: ``OPTIMIZERS["sgd"] = lambda config: with_decay(optax.trace(config.beta1), config)``. What it gives zero for
-stays as it is. Leaves of its state that have the shape of their parameter are split over devices as that is; all others
-are whole on every device.
+To add one: ``OPTIMIZERS["sgd"] = lambda config: with_decay(optax.trace(config.beta1), config)``.
+What it gives zero for stays as it is. Leaves of its state that have the shape of their parameter
+are split over devices as that is; all others are whole on every device.
 """
 
 _UNUSED = {"lion": "epsilon", "adafactor": "beta1 beta2 epsilon"}
@@ -160,13 +168,15 @@ _UNUSED |= {"cosine": "decay_fraction", "constant": "decay_fraction final_fracti
 def learning_rate_at(
     step: ArrayLike, config: OptimizerConfig, total_steps: int
 ) -> Float[Array, ""]:
-    """The learning rate of a step, counted from 0: a linear warm-up, then what ``config.schedule`` says.
+    """The learning rate of a step, counted from 0: a linear warm-up, then what ``config.schedule``
+    says.
 
-    ``peak * (step + 1) / w`` while ``step < w``, where ``w`` is ``warmup_steps`` or else ``ceil(warmup_fraction *
-    total_steps)``, and not over ``total_steps - 1``. Then with ``cosine`` ``floor + (peak - floor) * (1 + cos(pi * t))
-    / 2`` where ``t = (step + 1 - w) / (total_steps - w)``, at most 1. With ``constant`` the peak. With ``wsd`` the peak
-    until ``ceil(decay_fraction * total_steps)`` steps are left (at least until the warm-up has ended), and then a
-    straight line down to the floor (arXiv:2404.06395, section 4).
+    ``peak * (step + 1) / w`` while ``step < w``, where ``w`` is ``warmup_steps`` or else
+    ``ceil(warmup_fraction * total_steps)``, and not over ``total_steps - 1``. Then with ``cosine``
+    ``floor + (peak - floor) * (1 + cos(pi * t)) / 2`` where ``t = (step + 1 - w) / (total_steps -
+    w)``, at most 1. With ``constant`` the peak. With ``wsd`` the peak until ``ceil(decay_fraction *
+    total_steps)`` steps are left (at least until the warm-up has ended), and then a straight line
+    down to the floor (arXiv:2404.06395, section 4).
     """
     warmup = min(
         config.warmup_steps or math.ceil(config.warmup_fraction * total_steps), total_steps - 1
@@ -188,7 +198,8 @@ def learning_rate_at(
 def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
     """Clip by the global norm, find the direction, scale by ``-learning_rate_at``.
 
-    UsageError if ``OPTIMIZERS`` has no such name, or this optimizer or schedule has no use for an option that is given.
+    UsageError if ``OPTIMIZERS`` has no such name, or this optimizer or schedule has no use for an
+    option that is given.
     """
     if config.name not in OPTIMIZERS:
         raise unknown_name("optimizer", config.name, OPTIMIZERS)

@@ -1,7 +1,8 @@
-"""How a training step is split over a mesh: each device has rows of a batch and parts of the weights.
+"""How a training step is split over a mesh: each device has rows of a batch and parts of the
+weights.
 
-What is exchanged along ``data``, ``fsdp`` and ``sequence`` is written out here; along ``tensor`` XLA sees to it. On one
-device nothing is exchanged.
+What is exchanged along ``data``, ``fsdp`` and ``sequence`` is written out here; along ``tensor``
+XLA sees to it. On one device nothing is exchanged.
 """
 
 import dataclasses
@@ -57,7 +58,8 @@ class Parallelism:
         ]
 
     def gather(self, path: str, part: Any, gradient: Any) -> Any:
-        """A whole parameter, or one layer's share of it, for the products, from all devices that hold some.
+        """A whole parameter, or one layer's share of it, for the products, from all devices that
+        hold some.
 
         Its own gradient goes to ``gradient``, zeros like the part, unless that is None.
         """
@@ -85,7 +87,9 @@ class Parallelism:
         }
 
     def sum_gradients(self, gradients: Params) -> Params:
-        """Sums over all devices, in ``reduce_dtype``; those that ``gather`` has summed stay where their parts are."""
+        """Sums over all devices, in ``reduce_dtype``; those that ``gather`` has summed stay where
+        their parts are.
+        """
 
         def summed(path: str, leaf: Array) -> Array:
             is_summed = path in parameter_table(self.config.model) and "fsdp" in self.spec(path)

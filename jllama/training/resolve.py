@@ -1,4 +1,4 @@
-"""What a run is about: the model that it starts from, its data, and its configuration with nothing left open."""
+"""What a run needs: its complete configuration, its data, and the checkpoint that it begins from."""
 
 import dataclasses
 import math
@@ -24,137 +24,129 @@ from jllama.training.config import TrainConfig
 def resolved(
     config: TrainConfig, folder: Path | None, source: BatchSource | None = None
 ) -> tuple[TrainConfig, TrainingData, Checkpoint | None]:
-    """The configuration with nothing left open, its data, and the checkpoint to begin from, if any.
+    """Return the complete configuration, its data, and the checkpoint to begin from, if any.
 
-    ``folder`` is that of a run that goes on; ``source`` is in place of ``config.data``.
+    Args:
+        config: the configuration, in which sizes, steps and the architecture may be left open.
+        folder: that of the run to resume, if any.
+        source: batches that replace ``config.data``.
+
+    Raises:
+        UsageError: the options do not fit each other, the data or the checkpoint.
+        JllamaError: the data or the checkpoint cannot be read.
     """
+    # The model and the tokenizer.
     task = "batches" if source else data_task(config.data)
     if task in ("chat", "preference"):
-        check_fields(
-            config, "", "init_from", bool, f"a model to begin from, since data.task is {task}"
-        )
-    origin = (
-        _origin(config, None if config.trains_adapters else folder) if config.init_from else None
-    )
-    tokenizer = origin.tokenizer if origin else None
-    config = _with_model(config, origin)
-    if (
-        folder and not origin and config.data.tokenizer == "bpe"
-    ):  # a later version may train another on the same text
+        expected = f"a model to begin from, since data.task is {task}"
+        check_fields(config, "", "init_from", bool, expected)
+    origin = None
+    tokenizer = None
+    if config.init_from:
+        origin = _open_origin(config, None if config.trains_adapters else folder)
+        tokenizer = origin.tokenizer
+    elif folder and config.data.tokenizer == "bpe":
+        # A later version may train another tokenizer on the same text.
         tokenizer = load_tokenizer(folder)
+    config = _with_model(config, origin)
 
     # The data, and how many rows an epoch of it has.
     if source:
-        check_fields(
-            config,
-            "",
-            "data",
-            lambda given: given == DataConfig(),
-            "left out with batches of one's own",
-        )
-        said = "0 with batches of one's own: give training.steps"
-        check_fields(config.training, "training.", "epochs", lambda epochs: not epochs, said)
-        data, rows = source, 0
+        expected = "left out with batches of one's own"
+        check_fields(config, "", "data", lambda data: data == DataConfig(), expected)
+        expected = "0 with batches of one's own: give training.steps"
+        check_fields(config.training, "training.", "epochs", lambda epochs: not epochs, expected)
+        data = source
+        num_rows = 0
         config = _with_sizes(config, source.tokenizer, origin)
     elif task == "text":
         data = prepare_data(config.data, tokenizer)
         config = _with_sizes(config, data.tokenizer, origin)
-        rows = len(data.train) / config.training.seq_len
+        num_rows = len(data.train) / config.training.seq_len
     else:
-        assert origin is not None and tokenizer is not None  # noqa: PT018
+        assert origin is not None
+        assert tokenizer is not None
         config = _with_sizes(config, tokenizer, origin)
-        talk, seq_len = (
-            conversing(tokenizer, origin.chat_template, origin.stop_ids),
-            config.training.seq_len,
-        )
-        data = prepare_chats(config.data, tokenizer, *talk, seq_len)
-        rows = rows_an_epoch(
+        template, stop_ids = conversing(tokenizer, origin.chat_template, origin.stop_ids)
+        seq_len = config.training.seq_len
+        data = prepare_chats(config.data, tokenizer, template, stop_ids, seq_len)
+        num_rows = rows_an_epoch(
             data.train, seq_len=seq_len, seed=config.seed, packing=config.data.packing
         )
-    return _with_steps(config, rows, folder), data, origin
+    return _with_steps(config, num_rows, folder), data, origin
+
+
+def _open_origin(config: TrainConfig, existing: Path | None) -> Checkpoint:
+    """Open the checkpoint to begin from; the folder of an existing run replaces ``init_from``."""
+    path = existing or config.init_from
+    origin = open_checkpoint(path, None if existing else config.rope_factor)
+    expected = "left out: init_from brings its own"
+    check_fields(config.data, "data.", "tokenizer", lambda name: name == "bpe", expected)
+    if origin.tokenizer is None:
+        raise no_tokenizer(path)
+    if config.data.chat_template and not existing:  # an existing run's folder has the template
+        template = find_template(origin.tokenizer, None, config.data.chat_template)
+        origin = dataclasses.replace(origin, chat_template=template)
+    return origin
 
 
 def _with_model(config: TrainConfig, origin: Checkpoint | None) -> TrainConfig:
-    """The configuration with the architecture of its preset, or of the checkpoint to begin from."""
-    check_fields(
-        config, "", "preset", lambda name: not (name and origin), "left out with init_from"
-    )
+    """Fill in the architecture of the preset, or of the checkpoint to begin from."""
+    expected = "left out with init_from"
+    check_fields(config, "", "preset", lambda name: not (name and origin), expected)
     model = config.model
     if config.preset:
         model = preset(config.preset)
     if origin:
         model = origin.config
     for name, value in vars(model).items():
-        allowed, said = (
-            (value, getattr(LlamaConfig(), name)),
-            f"{value}, as in {config.init_from or config.preset}",
-        )
+        allowed = (value, getattr(LlamaConfig(), name))
+        expected = f"{value}, as in {config.init_from or config.preset}, or left out with it"
         check_fields(
-            config.model, "model.", name, allowed.__contains__, f"{said}, or left out with it"
+            config.model, "model.", name, lambda field, allowed=allowed: field in allowed, expected
         )
     return dataclasses.replace(config, model=model)
-
-
-def _with_steps(config: TrainConfig, rows: float, folder: Path | None) -> TrainConfig:
-    """The configuration with the steps of its epochs, of so many rows each, and of its warm-up."""
-    steps = (
-        math.ceil(config.training.epochs * rows / config.training.batch_size)
-        or config.training.steps
-    )
-    options = dataclasses.replace(config.training, steps=steps, epochs=0.0)
-    optimizer = config.optimizer
-    if optimizer.schedule != "cosine" and not optimizer.warmup_steps:
-        # The rate will stay, so the warm-up keeps its steps: going on with more steps changes no past rate.
-        begun = read_config(folder).fields.get("optimizer", {}).get("warmup_steps") if folder else 0
-        optimizer = dataclasses.replace(
-            optimizer, warmup_steps=begun or math.ceil(optimizer.warmup_fraction * steps)
-        )
-    return dataclasses.replace(config, training=options, optimizer=optimizer)
-
-
-def _origin(config: TrainConfig, existing: Path | None) -> Checkpoint:
-    """The checkpoint to begin from, opened; an existing run's folder stands in for ``init_from``."""
-    path = existing or config.init_from
-    origin = open_checkpoint(path, None if existing else config.rope_factor)
-    check_fields(
-        config.data,
-        "data.",
-        "tokenizer",
-        lambda name: name == "bpe",
-        "left out: init_from brings its own",
-    )
-    if origin.tokenizer is None:
-        raise no_tokenizer(path)
-    if config.data.chat_template and not existing:  # an existing run's folder has it
-        template = find_template(origin.tokenizer, None, config.data.chat_template)
-        origin = dataclasses.replace(origin, chat_template=template)
-    return origin
 
 
 def _with_sizes(
     config: TrainConfig, tokenizer: Tokenizer, origin: Checkpoint | None
 ) -> TrainConfig:
-    """The configuration with the architecture, the vocabulary and the window filled in."""
+    """Fill in the vocabulary, the sequence length and the number of sampled tokens."""
     model, options = config.model, config.training
-    num_tokens, context = tokenizer.vocab_size, model.max_seq_len
-    said = f"0, or at least the {num_tokens} tokens of the tokenizer"
-    check_fields(model, "model.", "vocab_size", lambda size: size == 0 or size >= num_tokens, said)
-    seq_len = options.seq_len or min(context, 1024 if origin or config.preset else context)
+    num_tokens = tokenizer.vocab_size
+    expected = f"0, or at least the {num_tokens} tokens of the tokenizer"
     check_fields(
-        options,
-        "training.",
-        "seq_len",
-        lambda size: size <= context,
-        f"at most model.max_seq_len, {context}",
+        model, "model.", "vocab_size", lambda size: size == 0 or size >= num_tokens, expected
     )
-    sample_limit = context - len(prompt_ids(tokenizer, options.sample_prompt))
-    if options.sample_tokens is None:
-        options = dataclasses.replace(options, sample_tokens=max(min(128, sample_limit), 0))
-    said = (
-        f"at most {sample_limit}, which is what training.sample_prompt leaves of model.max_seq_len"
+    context = model.max_seq_len
+    default = min(context, 1024) if origin or config.preset else context
+    expected = f"at most model.max_seq_len, {context}"
+    check_fields(options, "training.", "seq_len", lambda size: size <= context, expected)
+    limit = context - len(prompt_ids(tokenizer, options.sample_prompt))
+    sample_tokens = options.sample_tokens
+    if sample_tokens is None:
+        sample_tokens = max(min(128, limit), 0)
+    options = dataclasses.replace(
+        options, seq_len=options.seq_len or default, sample_tokens=sample_tokens
     )
-    check_fields(options, "training.", "sample_tokens", lambda count: count <= sample_limit, said)
+    expected = f"at most {limit}, which is what training.sample_prompt leaves of model.max_seq_len"
+    check_fields(options, "training.", "sample_tokens", lambda count: count <= limit, expected)
     model = dataclasses.replace(model, vocab_size=model.vocab_size or num_tokens)
-    return dataclasses.replace(
-        config, model=model, training=dataclasses.replace(options, seq_len=seq_len)
-    )
+    return dataclasses.replace(config, model=model, training=options)
+
+
+def _with_steps(config: TrainConfig, num_rows: float, folder: Path | None) -> TrainConfig:
+    """Fill in the steps of the configured epochs of ``num_rows`` rows each, and the steps of the
+    warm-up.
+    """
+    options, optimizer = config.training, config.optimizer
+    steps = math.ceil(options.epochs * num_rows / options.batch_size) or options.steps
+    options = dataclasses.replace(options, steps=steps, epochs=0.0)
+    if optimizer.schedule != "cosine" and not optimizer.warmup_steps:
+        # A resumed run keeps the steps of its warm-up, so that more steps change no past learning
+        # rate.
+        saved = read_config(folder).fields.get("optimizer", {}) if folder else {}
+        computed = math.ceil(optimizer.warmup_fraction * steps)
+        warmup_steps = saved.get("warmup_steps") or computed
+        optimizer = dataclasses.replace(optimizer, warmup_steps=warmup_steps)
+    return dataclasses.replace(config, training=options, optimizer=optimizer)

@@ -68,7 +68,7 @@ def test_the_speed_logged_is_that_of_steps_that_are_done(monkeypatch):
         config=config,
         training=training,
         planned_bytes=0,
-        skipped=0,
+        num_skipped=0,
         data=data,
         tracker=tracker,
     )
@@ -80,7 +80,9 @@ def test_the_speed_logged_is_that_of_steps_that_are_done(monkeypatch):
         jnp.float32(16.0),
         {},
     )
-    loop.log(run, [(step, jllama.text_batch(np.ones((2, 9), int), 1))] * 2, 100.0)
+    run.recent = [(step, jllama.text_batch(np.ones((2, 9), int), 1))] * 2
+    run.start_s = 100.0
+    loop.log(run)
     assert (written["loss"], written["tokens_per_s"], written["step_s"]) == (2.5, 8.0, 2.0)
 
 
@@ -98,7 +100,7 @@ def test_questions_of_a_run_on_chats_are_asked_through_its_template(monkeypatch)
     options = jllama.LoopConfig(
         batch_size=2, seq_len=8, steps=10, sample_tokens=5, questions=questions
     )
-    monkeypatch.setattr(loop, "model_now", lambda run: model)
+    monkeypatch.setattr(loop, "current_model", lambda run: model)
     nothing = np.zeros(0, int)
     no_conversations = Conversations(nothing, nothing > 0, nothing, nothing, nothing)
     chats = ChatDataset(tokenizer, no_conversations, no_conversations, "", {})

@@ -10,7 +10,7 @@ from jllama.errors import UsageError
 from jllama.parameters import count_parameters
 from jllama.sharding import MeshConfig, make_mesh
 from jllama.training.config import LoopConfig, OptimizerConfig, TrainConfig
-from jllama.training.metrics import check_memory
+from jllama.training.opening import check_memory
 from jllama.training.step import compile_training
 
 MODEL = LlamaConfig(vocab_size=1000, num_layers=2, embed_dim=64, max_seq_len=128)

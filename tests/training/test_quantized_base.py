@@ -93,7 +93,7 @@ def test_a_run_reads_its_base_in_its_final_form(base, tmp_path, monkeypatch):
     )
     states = []
     monkeypatch.setattr(
-        opening, "_announce", lambda run: states.append(jax.tree.map(np.asarray, run.state.base))
+        opening, "log_facts", lambda run: states.append(jax.tree.map(np.asarray, run.state.base))
     )
     final = jllama.train(config, data=source)
     assert np.isfinite(final.validation_loss)

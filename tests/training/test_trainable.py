@@ -112,23 +112,23 @@ def test_a_selection_is_the_same_in_parts_and_recomputed(options):
 
 
 def test_the_running_mean_is_numpys():
-    """With the decay of each step as ``step.updated`` says, of all that is trained, and of nothing else."""
+    """With the decay of each step as ``step.apply_update`` says, of all that is trained, and of nothing else."""
     for options in ({}, {"trainable": Selected(SELECTED)}):
         training = compiled(ema=0.4, **options)
         states = steps(training)
         mean = [
             np.float64(leaf)
-            for leaf in jax.tree.leaves(training.trainable.trained(states[0].params))
+            for leaf in jax.tree.leaves(training.trainable.select(states[0].params))
         ]
         for number, state in enumerate(states[1:], 1):
             decay = min(0.4, number / (number + 9))
-            trained = jax.tree.leaves(training.trainable.trained(state.params))
+            trained = jax.tree.leaves(training.trainable.select(state.params))
             mean = [decay * old + (1 - decay) * new for old, new in zip(mean, trained, strict=True)]
             for own, expected in zip(jax.tree.leaves(state.average), mean, strict=True):
                 np.testing.assert_allclose(own, expected, rtol=1e-5, atol=1e-6)
         weights = training.weights(states[-1])
         for own, expected in zip(
-            jax.tree.leaves(training.trainable.trained(weights)), mean, strict=True
+            jax.tree.leaves(training.trainable.select(weights)), mean, strict=True
         ):
             np.testing.assert_allclose(own, expected, rtol=1e-5, atol=1e-6)
         if options:
