@@ -33,9 +33,7 @@ class Checkpoints:
         seconds: float,
         validation_loss: float | None,
     ) -> None:
-        """Begin to save a state, with the state of the batches; JllamaError if this or the save
-        before failed.
-        """
+        """Begin to save a state; ``JllamaError`` if this or the save before it failed."""
         meta: Json = {"batches": batches, "corpus": self.corpus, "seconds": seconds}
         if self.base:
             meta["base_fingerprint"] = self.base
@@ -45,8 +43,7 @@ class Checkpoints:
         self.store.save(step, self.training.weights(state), others, meta, validation_loss)
 
     def restore(self, step: int, base: Params | None) -> tuple[TrainState, Json]:
-        """Return the state that was saved at a step, on its devices, and the metadata; ``base`` is
-        not saved.
+        """Return the state of a step on its devices, with the given ``base``, and the metadata.
 
         Raises ``JllamaError`` if the files are damaged, or the data or the base has changed.
         """

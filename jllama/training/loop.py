@@ -118,8 +118,7 @@ def take_steps(run: Run) -> None:
 
 
 def pause(run: Run) -> bool:
-    """Evaluate, save and sample where that is due; return whether the validation loss has stopped
-    falling.
+    """Evaluate, save and sample if due; return whether the validation loss has stopped falling.
 
     Nothing is done after a skipped step, unless it is the last one.
     """
@@ -147,8 +146,8 @@ def pause(run: Run) -> bool:
             tracker.report()
     if evaluation and has_ended:
         tracker.say(
-            f"step {run.step}: the validation loss has not fallen for {options.patience} evaluations, "
-            "so training ends here",
+            f"step {run.step}: the validation loss has not fallen for {options.patience} "
+            "evaluations, so training ends here",
             "bold",
         )
     tracker.show(run.step)
@@ -166,8 +165,7 @@ def interval(run: Run, name: str) -> int:
 
 
 def is_due(run: Run, name: str) -> bool:
-    """Return whether the last evaluation, sample or checkpoint that was due by now has not been
-    made.
+    """Return whether an evaluation, sample or checkpoint is due or overdue.
 
     Each is due after every ``interval`` steps and after the last step. One that failed, or that a
     stop prevented, stays due, also when the run is resumed.
@@ -184,9 +182,7 @@ def is_saved(run: Run) -> bool:
 
 
 def is_stopping(run: Run) -> bool:
-    """Return whether any process has received a signal to stop; all processes ask at the same
-    steps.
-    """
+    """Return whether any process has received a signal; all processes call this at the same steps."""
     own_signal = run.signals[0] if run.signals else 0
     run.stop_signal = run.stop_signal or distributed.largest(own_signal)
     return run.stop_signal > 0
@@ -196,7 +192,7 @@ def is_stopping(run: Run) -> bool:
 
 
 def next_batch(run: Run) -> Batch:
-    """Return the next batch, checked. If that fails, the steps so far are logged and saved first."""
+    """Return the next batch, checked; if that fails, first log and save the steps so far."""
     try:
         batch = next(run.batches)
         check_batch(run, batch)
@@ -220,7 +216,7 @@ def check_batch(run: Run, batch: Any) -> None:
     """Raise ``UsageError`` for anything but a batch that fits this run."""
     if not isinstance(batch, Batch):
         raise UsageError(
-            f"a batch is a {type(batch).__name__}; it must be a jllama.Batch, as text_batch makes it"
+            f"a batch is a {type(batch).__name__}; it must be a jllama.Batch, see jllama.text_batch"
         )
     run.training.step.check(batch)
     num_rows = len(batch.tokens)
@@ -233,9 +229,7 @@ def check_batch(run: Run, batch: Any) -> None:
 
 
 def program_for(run: Run, batch: Batch) -> Any:
-    """Return the step compiled for a batch's shape, of which chats have two. Compiling is not part
-    of a step's time.
-    """
+    """Return the step compiled for a batch's shape; chats have two shapes."""
     shape = batch.tokens.shape
     if shape not in run.programs:
         start_s = time.perf_counter()
@@ -248,14 +242,12 @@ def program_for(run: Run, batch: Batch) -> Any:
             # first call.
             program = run.training.step.program
         run.programs[shape] = program
-        run.start_s += time.perf_counter() - start_s
+        run.start_s += time.perf_counter() - start_s  # compiling is not part of a step's time
     return run.programs[shape]
 
 
 def compile_fitting(run: Run, batch: Batch) -> Any:
-    """Return the compiled step, with ``remat`` ``block`` if that is ``auto`` and ``dots`` does not
-    fit the device.
-    """
+    """Compile the step; where ``remat`` is ``auto``, with ``block`` if ``dots`` does not fit."""
     options = run.config.training
     program, fits = None, False
     try:
@@ -269,7 +261,8 @@ def compile_fitting(run: Run, batch: Batch) -> Any:
     if options.remat != "auto" or not distributed.largest(not fits):
         return program
     run.tracker.say(
-        "note: what remat dots keeps does not fit the device, so each layer is computed again (block)"
+        "note: what remat dots keeps does not fit the device, "
+        "so each layer is computed again (block)"
     )
     options = dataclasses.replace(options, remat="block")
     run.config = dataclasses.replace(run.config, training=options)
@@ -282,9 +275,7 @@ def compile_fitting(run: Run, batch: Batch) -> Any:
 
 
 def log(run: Run) -> None:
-    """Wait for the recent steps; log and show their means, and each skipped step by itself, with
-    its batch.
-    """
+    """Wait for the recent steps; log and show their means, and each skipped step by itself."""
     config, tracker, recent = run.config, run.tracker, run.recent
     taken = []
     for step, (metrics, batch) in enumerate(recent, run.step - len(recent) + 1):
@@ -349,9 +340,7 @@ def log_skipped(run: Run, step: int, metrics: StepMetrics, batch: Batch) -> None
 
 
 def evaluate_now(run: Run) -> Evaluation | None:
-    """Evaluate on ``eval_tokens`` of the validation data, log and show it; None if that failed or
-    was stopped.
-    """
+    """Evaluate on ``eval_tokens`` tokens; return None if that failed or was stopped."""
     tracker = run.tracker
     max_tokens = run.config.training.eval_tokens
     stopping = functools.partial(is_stopping, run)
@@ -371,9 +360,7 @@ def evaluate_now(run: Run) -> Evaluation | None:
 
 
 def evaluate_best(run: Run) -> Evaluation | None:
-    """Evaluate the best checkpoint on all validation data, log and show it; None if a stop came
-    first.
-    """
+    """Evaluate the best checkpoint on all validation data; return None if a stop came first."""
     tracker, checkpoints = run.tracker, run.checkpoints
     tracker.show(run.step, "saving")
     checkpoints.store.wait()

@@ -50,8 +50,7 @@ def evaluate(
     max_tokens: int,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
-    """Return the evaluation on about ``max_tokens`` tokens of the validation split, or on all of it
-    if that is 0.
+    """Evaluate on about ``max_tokens`` tokens of the validation split; 0 means all of it.
 
     Returns None as soon as ``should_stop()`` is true, which is asked before each batch.
     """
@@ -88,9 +87,7 @@ def add_exactly(sums: Sequence[Any]) -> Any:
 
 
 def mean_figures(sums: Sequence[dict[str, Any]], counts: Sequence[Any]) -> dict[str, float]:
-    """Return the means of an objective's figures, from their sums over several batches and the
-    batches' counts.
-    """
+    """Return the means of an objective's figures, from sums and counts of several batches."""
     total = add_exactly(counts)
     return {name: figure / total for name, figure in add_exactly(sums).items()}
 

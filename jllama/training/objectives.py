@@ -18,9 +18,7 @@ from jllama.training.config import LoopConfig
 
 
 class Targets(NamedTuple):
-    """A batch as an objective sees it: each input token, in its segment, predicts the target at the
-    same index.
-    """
+    """A batch as an objective sees it: each input token predicts the target at its index."""
 
     inputs: Int[Array, "rows seq"]
     targets: Int[Array, "rows seq"]

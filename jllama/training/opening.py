@@ -233,8 +233,8 @@ def check_memory(
         state, batch, memory = (f"{size / 2**30:,.1f} GiB" for size in (*needed, available))
         raise UsageError(
             f"the model and its optimizer take {state} and a batch {batch}, over the {memory} of "
-            f"{describe_devices(mesh)}: take a smaller model, training.batch_size or training.seq_len, "
-            "or more devices"
+            f"{describe_devices(mesh)}: take a smaller model, training.batch_size or "
+            "training.seq_len, or more devices"
         )
 
 
@@ -330,8 +330,8 @@ def log_facts(run: Run) -> None:
     ]
     if run.step and changes:
         tracker.say(
-            f"note: this run had {' and '.join(changes)}, so its bits will differ from those of a run "
-            "that had not changed",
+            f"note: this run had {' and '.join(changes)}, so its bits will differ from those of "
+            "a run that had not changed",
             "yellow",
         )
 
@@ -341,15 +341,16 @@ def log_facts(run: Run) -> None:
         kind = "adapters" if config.trains_adapters else "them"
         of_them = f", {num_trained:,} of {kind} trained"
     tracker.say(
-        f"{tracker.folder}: {num_params:,} parameters{of_them} on {devices}, {attention} attention, "
-        f"{run.data.size()}, step {run.step:,} of {config.training.steps:,}",
+        f"{tracker.folder}: {num_params:,} parameters{of_them} on {devices}, "
+        f"{attention} attention, {run.data.size()}, step {run.step:,} of {config.training.steps:,}",
         "bold",
     )
     notes = list(run.data.notes)
     if attention == "triton":
         notes.insert(
             0,
-            "with Python 3.12 or later pip install 'jllama[cuda]' brings tokamax, whose attention is faster",
+            "with Python 3.12 or later pip install 'jllama[cuda]' brings tokamax, "
+            "whose attention is faster",
         )
     for note in notes:
         tracker.say(f"note: {note}", "yellow")

@@ -1,4 +1,4 @@
-"""What a run needs: its complete configuration, its data, and the checkpoint that it begins from."""
+"""What a run needs: its complete configuration, its data, and the checkpoint to begin from."""
 
 import dataclasses
 import math

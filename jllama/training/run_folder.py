@@ -51,8 +51,9 @@ def confirm_overwrite(config: TrainConfig) -> None:
     folder = Path(config.run_dir)
     if not config.overwrite:
         raise UsageError(
-            f"{folder} already holds a run: continue it with {command('train', '--resume', folder)}, "
-            "or choose another run_dir, or replace it with --overwrite"
+            f"{folder} already holds a run: continue it with "
+            f"{command('train', '--resume', folder)}, or choose another run_dir, "
+            "or replace it with --overwrite"
         )
     folder = folder.resolve()
     sources = [Path(path) for path in (config.init_from, config.data.path) if path]
@@ -152,7 +153,8 @@ def changes_on_resume(folder: Path, config: TrainConfig, step: int) -> list[str]
             old = learning_rate_at(step - 1, saved_optimizer, saved["training"]["steps"])
             new = learning_rate_at(step, config.optimizer, config.training.steps)
             others.append(
-                f"the learning rate was {old:.2e} at step {step:,} and is {new:.2e} at step {step + 1:,}"
+                f"the learning rate was {old:.2e} at step {step:,} "
+                f"and is {new:.2e} at step {step + 1:,}"
             )
     if fixed or (others and not config.resume_with_changes):
         go_on = "" if fixed else " or go on so with resume_with_changes,"

@@ -211,7 +211,7 @@ def targets_of(setup: Setup, batch: Batch) -> Targets:
 def local_gradients(
     setup: Setup, weights: Params, variables: Params, targets: Targets
 ) -> tuple[Sums, Params]:
-    """Return the objective's sums over the whole batch, and this device's part of their gradients."""
+    """Return the objective's sums over the whole batch, and this device's part of the gradients."""
     options = setup.config.training
     loss = functools.partial(local_loss, setup, options, weights)
     loss_and_gradients = jax.value_and_grad(loss, has_aux=True)
@@ -232,7 +232,7 @@ def local_gradients(
             return jax.tree.map(jnp.add, sums, loss_and_gradients(variables, part)), None
 
         ((loss_sum, others), gradients), _ = jax.lax.scan(add_part, zeros, parts)
-    return setup.parallel.sum((loss_sum, *others)), setup.parallel.sum_gradients(gradients)
+    return jax.lax.psum((loss_sum, *others), BY_HAND), setup.parallel.sum_gradients(gradients)
 
 
 def local_loss(
@@ -246,7 +246,7 @@ def local_loss(
 
 
 def choose_objective(options: LoopConfig, targets: Targets) -> Objective:
-    """Return the configured objective; ``auto`` chooses by whether the batch has pairs of answers."""
+    """Return the configured objective; ``auto`` chooses ``preference`` for pairs of answers."""
     name = options.objective
     if name == "auto":
         name = "next_token" if targets.reference is None else "preference"
@@ -357,7 +357,7 @@ def local_evaluation(setup: Setup, weights: Params, variables: Params, targets: 
     """Return the objective's sums over the whole batch, without z-loss."""
     options = dataclasses.replace(setup.config.training, z_loss=0.0)
     loss_sum, others = local_loss(setup, options, weights, variables, targets)
-    return setup.parallel.sum((loss_sum, *others))
+    return jax.lax.psum((loss_sum, *others), BY_HAND)
 
 
 def local_log_probs(
@@ -533,7 +533,8 @@ def is_deterministic(config: TrainConfig, mesh: Mesh) -> bool:
         return setting is not False
     if setting is True:  # cudnn's backward pass adds in any order
         raise UsageError(
-            "training.deterministic is true, and training.attention cudnn is not: take another, or auto"
+            "training.deterministic is true, and training.attention cudnn is not: "
+            "take another, or auto"
         )
     return False
 

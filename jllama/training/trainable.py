@@ -62,8 +62,7 @@ class FullWeights:
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype), trained), params
 
     def assemble(self, variables: Params, weights: Params) -> tuple[Params, Params]:
-        """Return the model's parameters, and for each the variable that gets its gradient when it
-        is gathered, or None.
+        """Return the model's parameters, and for each the variable that gets its gradient, or None.
 
         ``variables`` and ``weights`` come from ``split``.
         """
@@ -107,7 +106,7 @@ class SelectedWeights(FullWeights):
         return unflatten_dict(flat, sep="/")
 
     def assemble(self, variables: Params, weights: Params) -> tuple[Params, Params]:
-        """Return the same; of a stack with some trained layers the variable is a whole stack again."""
+        """Return the same; the variable of a stack with some trained layers is a whole stack."""
         shapes: Any = flatten_dict(weights, sep="/")
         flat: Any = flatten_dict(variables, sep="/")
         for path, layers in self.selection.items():
@@ -179,12 +178,13 @@ Trainable = FullWeights
 
 
 def trainable_of(config: TrainConfig, dtype: np.dtype[Any], mesh_shape: Any) -> Trainable:
-    """Return what a configuration trains; ``UsageError`` if its base cannot be split over the mesh."""
+    """Return what is trained; ``UsageError`` if the base cannot be split over the mesh."""
     lora = config.lora
     patterns = config.training.trainable
     if patterns and config.trains_adapters:
         raise UsageError(
-            "training.trainable is given, and with lora.rank adapters alone are trained: leave one out"
+            "training.trainable is given, and with lora.rank adapters alone are trained: "
+            "leave one out"
         )
     if patterns:
         return selected_weights(config.model, patterns)
