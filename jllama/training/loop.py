@@ -155,9 +155,7 @@ def pause(run: Run) -> bool:
 
 
 def interval(run: Run, name: str) -> int:
-    """Return the steps between two evaluations (``METRICS``), samples (``SAMPLES``) or checkpoints
-    (``CHECKPOINTS``).
-    """
+    """Return the steps between two evaluations, samples or checkpoints (see ``Run.done``)."""
     options = run.config.training
     if name == CHECKPOINTS and options.save_every:
         return options.save_every
@@ -182,7 +180,7 @@ def is_saved(run: Run) -> bool:
 
 
 def is_stopping(run: Run) -> bool:
-    """Return whether any process has received a signal; all processes call this at the same steps."""
+    """Return whether any process has a signal; all processes call this at the same steps."""
     own_signal = run.signals[0] if run.signals else 0
     run.stop_signal = run.stop_signal or distributed.largest(own_signal)
     return run.stop_signal > 0

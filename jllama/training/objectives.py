@@ -40,8 +40,7 @@ Objective = Callable[[Forward, Targets, LoopConfig], Sums]
 
 
 def next_token(forward: Forward, batch: Targets, options: LoopConfig) -> Sums:
-    """Sum the cross entropy of each counted target, ``-log p(target | tokens up to its input)``, in
-    nats.
+    """Sum ``-log p(target | tokens up to its input)`` over counted targets, in nats.
 
     ``options.z_loss`` times the squared log-normalizer is added to it (arXiv:2204.02311, section
     5).
@@ -52,8 +51,7 @@ def next_token(forward: Forward, batch: Targets, options: LoopConfig) -> Sums:
 
 
 def preference(forward: Forward, batch: Targets, options: LoopConfig) -> Sums:
-    """Sum the loss of direct preference optimization over pairs of answers, the preferred one first
-    in each pair.
+    """Sum the loss of direct preference optimization over pairs (preferred, rejected).
 
     ``loss = -log sigmoid(reward(chosen) - reward(rejected))`` with ``reward = beta * (log p - log
     p_reference)``, where ``beta`` is ``options.dpo_beta`` and ``p_reference`` the model before

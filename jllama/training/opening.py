@@ -173,9 +173,7 @@ def check_options(config: TrainConfig, folder: Path) -> None:
 def final_evaluation(
     folder: Path, config: TrainConfig, step: int, console: Console
 ) -> Evaluation | None:
-    """Return the final evaluation of a run that has nothing left to do, and say how to continue it;
-    else None.
-    """
+    """Return the final evaluation if nothing is left to do, and print how to continue; else None."""
     num_steps, patience = config.training.steps, config.training.patience
     lines = read_lines(folder / METRICS, "final")
     has_all_steps = step >= num_steps
@@ -209,8 +207,7 @@ def autotuning_options(config: TrainConfig, folder: Path) -> dict[str, Any]:
 def check_memory(
     config: TrainConfig, training: Training, available_bytes: int | None = None
 ) -> None:
-    """Raise ``UsageError`` if a batch does not divide over the devices, or cannot fit on one of
-    them.
+    """Raise ``UsageError`` if a batch does not divide over the devices, or cannot fit on one.
 
     Counted is what any program needs at least: the device's share of the state and the gradients,
     and each layer's input for one part of a batch. CPU devices share the memory of the machine.
@@ -259,8 +256,7 @@ def add_reference_log_probs(
     training: Training,
     state: TrainState | None,
 ) -> ChatDataset:
-    """Return pairs of answers with their log-probabilities before training, which preference
-    training compares with.
+    """Return pairs with their answers' log-probabilities under the model before training.
 
     They are computed by ``state`` and stored in the run's folder. A resumed run, without a state,
     reads them there.
@@ -295,9 +291,7 @@ def add_reference_log_probs(
 
 
 def open_batches(data: TrainingData, config: TrainConfig, training: Training) -> Any:
-    """Return an iterator of batches as NumPy arrays, in which this process reads the rows of its
-    own devices.
-    """
+    """Return the batches as NumPy arrays; this process reads the rows of its own devices."""
     options = config.training
     num_rows = options.batch_size * data.rows_each
     parts = training.batch_sharding.addressable_devices_indices_map((num_rows,)).values()
@@ -307,9 +301,7 @@ def open_batches(data: TrainingData, config: TrainConfig, training: Training) ->
 
 
 def log_facts(run: Run) -> None:
-    """Log the facts that a run's page shows, unless they are the last ones logged, and print a
-    summary.
-    """
+    """Log the facts that a run's page shows, if they have changed, and print a summary."""
     config, tracker, mesh = run.config, run.tracker, run.training.mesh
     devices = describe_devices(mesh)
     num_params = count_parameters(config.model)

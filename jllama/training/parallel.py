@@ -1,5 +1,6 @@
-"""How a training step is split over a mesh: each device has some rows of a batch and some parts of
-the weights.
+"""How a training step is split over a mesh of devices.
+
+Each device has some rows of a batch and some parts of the weights.
 
 Exchanges along ``data``, ``fsdp`` and ``sequence`` are written out here; XLA makes those along
 ``tensor``. On a single device nothing is exchanged.
@@ -26,9 +27,7 @@ BY_HAND = ("data", "fsdp", "sequence")
 
 @dataclasses.dataclass(frozen=True)
 class Parallelism:
-    """The exchanges of a step. ``gather...`` and ``sum_gradients`` are called on each device,
-    inside the step.
-    """
+    """The exchanges of a step; arrays are gathered and summed on each device, inside the step."""
 
     config: TrainConfig
     mesh: Mesh
@@ -50,9 +49,7 @@ class Parallelism:
         return unflatten_dict(specs, sep="/")
 
     def batch_spec(self, part: Array) -> PartitionSpec:
-        """Return how a batch's array is split: ``[rows, seq]`` by rows and tokens, ``[rows]`` by
-        rows.
-        """
+        """Return how ``[rows, seq]`` is split, by rows and tokens, or ``[rows]``."""
         return PartitionSpec(BATCH[0], "sequence") if part.ndim > 1 else BATCH
 
     def positions(self, inputs: Int[Array, "rows seq"]) -> Int[Array, "1 seq"]:
@@ -61,8 +58,7 @@ class Parallelism:
         return (jax.lax.axis_index("sequence") * length + jnp.arange(length))[None]
 
     def gather(self, path: str, part: Any, slot: Any) -> Any:
-        """Return a whole parameter, or one layer's share of it, in ``dtype``, from all devices that
-        have parts.
+        """Return a whole parameter, or one layer's share of it, in ``dtype``.
 
         Its gradient becomes that of ``slot``, zeros of the shape of ``part``, unless that is None.
         """
@@ -89,9 +85,7 @@ class Parallelism:
         }
 
     def sum_gradients(self, gradients: Params) -> Params:
-        """Sum over all devices in ``reduce_dtype``; ``gather`` has summed some along ``fsdp``
-        already.
-        """
+        """Sum over all devices in ``reduce_dtype``, but along ``fsdp`` where ``gather`` did so."""
 
         def sum_one(path: str, leaf: Array) -> Array:
             axes = [name for name in BY_HAND if self.mesh.shape[name] > 1]

@@ -136,9 +136,7 @@ def _with_sizes(
 
 
 def _with_steps(config: TrainConfig, num_rows: float, folder: Path | None) -> TrainConfig:
-    """Fill in the steps of the configured epochs of ``num_rows`` rows each, and the steps of the
-    warm-up.
-    """
+    """Fill in the steps of all epochs, of ``num_rows`` rows each, and of the warm-up."""
     options, optimizer = config.training, config.optimizer
     steps = math.ceil(options.epochs * num_rows / options.batch_size) or options.steps
     options = dataclasses.replace(options, steps=steps, epochs=0.0)

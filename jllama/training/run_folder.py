@@ -42,8 +42,7 @@ _FREE = (
 
 
 def confirm_overwrite(config: TrainConfig) -> None:
-    """Raise unless ``config`` says ``overwrite``, and ``yes`` or the run's name is typed on the
-    terminal.
+    """Raise unless ``overwrite`` is set, and ``yes`` is or the run's name is typed.
 
     Raises ``JllamaError`` if the folder holds something that no run writes, or a file that this run
     reads.
@@ -71,9 +70,7 @@ def confirm_overwrite(config: TrainConfig) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Remove everything in a run's folder but its locks, in process 0; the other processes wait for
-    it.
-    """
+    """Remove everything in a run's folder but its locks; all processes wait for process 0."""
     if distributed.process_index() == 0:
         for path in folder.iterdir():
             if not path.name.startswith("in_use"):
@@ -104,9 +101,7 @@ def write_config(folder: Path, config: TrainConfig, step: int) -> None:
 
 
 def is_out_of_patience(folder: Path, patience: int) -> bool:
-    """Return whether the lowest validation loss in a run's log is ``patience`` or more evaluations
-    old; 0 is never.
-    """
+    """Return whether the lowest logged validation loss is ``patience`` evaluations old; 0 is never."""
     if not patience:
         return False
     losses = [line["validation_loss"] for line in read_lines(folder / METRICS, "validation_loss")]
@@ -127,9 +122,7 @@ def config_fields(config: TrainConfig) -> dict[str, Any]:
 
 
 def changes_on_resume(folder: Path, config: TrainConfig, step: int) -> list[str]:
-    """Describe how a configuration differs from that of the run it resumes; ``JllamaError`` if it
-    must not.
-    """
+    """Describe how a configuration differs from the resumed run's; ``JllamaError`` if it must not."""
     flatten = functools.partial(flatten_dict, is_leaf=lambda path, _: len(path) == 2, sep=".")
     fields = flatten(config_fields(config))
     saved = read_config(folder).fields

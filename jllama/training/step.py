@@ -1,5 +1,4 @@
-"""One training step, and ``compile_training``, which compiles it and what else a training loop
-needs.
+"""One training step, and ``compile_training``, which compiles what a training loop needs.
 
 A step, from top to bottom. ``theta`` is what is trained, ``n`` the number of targets that count::
 
@@ -104,17 +103,13 @@ class Training(NamedTuple):
     trained: Params  # shapes and shardings of what is trained
 
     def weights(self, state: TrainState) -> Params:
-        """Return the ``params`` to evaluate: with ``training.ema`` the running mean of what is
-        trained.
-        """
+        """Return the ``params`` to evaluate, with ``training.ema`` the running mean."""
         if state.average is None:
             return state.params
         return self.trainable.with_trained(state.params, state.average)
 
     def model_weights(self, state: TrainState) -> Params:
-        """Return the weights of a whole model with ``weights(state)``, adapters merged into their
-        base.
-        """
+        """Return a whole model's weights from ``weights(state)``, adapters merged."""
         return self.trainable.merge(self.weights(state), state.base)
 
 
@@ -164,8 +159,7 @@ def take_step(setup: Setup, state: TrainState, batch: Batch) -> tuple[TrainState
 def map_over_devices(
     setup: Setup, function: Any, outputs: Any, params: Params, batch: Batch, base: Params | None
 ) -> Any:
-    """Call ``function(setup, weights, variables, targets)`` on each device with its parts of all
-    three.
+    """Call ``function(setup, weights, variables, targets)`` on each device with its parts.
 
     ``weights`` and ``variables``, which the loss is differentiated by, come from
     ``Trainable.split``. ``outputs`` are the partition specs by which the devices' results make up
@@ -195,9 +189,7 @@ def map_over_devices(
 
 
 def targets_of(setup: Setup, batch: Batch) -> Targets:
-    """Return the inputs and targets of a batch: token ``t`` predicts token ``t + 1`` of its
-    segment.
-    """
+    """Return inputs and targets: token ``t`` predicts token ``t + 1`` of its segment."""
     if batch.reference is not None and setup.parallel.mesh.shape["sequence"] > 1:
         raise UsageError(
             "mesh.sequence is over 1, and pairs of answers cannot be split along it: leave it out"
@@ -296,8 +288,7 @@ def apply_update(
     count: Scalar,
     gradient_sums: Params,
 ) -> tuple[TrainState, Scalar, Bool[Array, ""]]:
-    """Return the state after an update by summed gradients, the gradient's norm, and whether the
-    step is accepted.
+    """Update by summed gradients; return the state, the mean gradient's norm, and acceptance.
 
     A step is rejected if its loss or gradient is not finite, or if ``norm > spike_factor *
     usual_norm``; it only advances the step counter. ``usual_norm`` is a running mean of accepted
@@ -479,10 +470,10 @@ class CheckedStep:
         return self.program(state, batch)
 
     def check(self, batch: Batch) -> None:
-        """Raise ``UsageError`` for arrays of different shapes, and for ids outside the vocabulary
-        in NumPy arrays.
+        """Raise ``UsageError`` for different shapes, and for ids outside the vocabulary.
 
-        JAX arrays are not inspected: that would wait for them and copy them from their device.
+        Ids in JAX arrays are not inspected: that would wait for them and copy them from their
+        device.
         """
         shapes = [np.shape(array) for array in batch[:3]]
         if len({*shapes}) > 1 or len(shapes[0]) != 2:
@@ -523,9 +514,7 @@ def attention_of(config: TrainConfig, mesh: Mesh) -> str:
 
 
 def is_deterministic(config: TrainConfig, mesh: Mesh) -> bool:
-    """Return whether a GPU must give equal bits in equal runs; ``UsageError`` if its attention
-    cannot.
-    """
+    """Return whether a GPU must repeat its bits; ``UsageError`` if its attention cannot."""
     setting = config.training.deterministic
     if mesh.devices.flat[0].platform != "gpu":
         return False

@@ -1,6 +1,4 @@
-"""What people and programs see of a run: lines of metrics, loggers, callbacks, the progress bar and
-the report.
-"""
+"""What people and programs see of a run: metrics, loggers, callbacks, the screen, the report."""
 
 import contextlib
 import dataclasses
@@ -36,9 +34,7 @@ Callback = Callable[[Event], object]
 
 @dataclasses.dataclass
 class Tracker:
-    """The lines of a run's folder, its loggers and callbacks, and the screen. An error here is only
-    a warning.
-    """
+    """The lines of a run's folder, its loggers and callbacks, and the screen; errors are warnings."""
 
     config: TrainConfig
     folder: Path
@@ -89,9 +85,7 @@ class Tracker:
 
     @contextlib.contextmanager
     def attempt(self, activity: str, step: int) -> Iterator[None]:
-        """Show an activity; an error in it is a warning, unless other processes would wait for this
-        one.
-        """
+        """Show an activity; an error in it is a warning, unless other processes would wait."""
         self.show(step, activity)
         try:
             yield

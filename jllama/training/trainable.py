@@ -37,9 +37,7 @@ class FullWeights:
         return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), weights), None
 
     def specs(self, weights: Any) -> tuple[Any, Any, Any]:
-        """Return the partition specs of ``params``, ``base`` and gradients, from those of all
-        weights.
-        """
+        """Return the specs of ``params``, ``base`` and gradients, from those of all weights."""
         return weights, PartitionSpec(), weights
 
     def select(self, params: Params) -> Params:
@@ -51,8 +49,7 @@ class FullWeights:
         return trained
 
     def split(self, params: Params, base: Params | None, dtype: Any) -> tuple[Params, Params]:
-        """Return the variables that the loss is differentiated by, and this device's parts of the
-        weights.
+        """Return what the loss is differentiated by, and this device's parts of the weights.
 
         The variables are zeros of the shapes of what is trained. No product uses them, but
         ``jllama.sharding.gather`` gives them the gradients, which may thus have another ``dtype``
@@ -128,9 +125,7 @@ def _with_layers(stack: Array, layers: Array, part: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class LoraAdapters(FullWeights):
-    """Float32 adapters (``jllama.lora``) are trained. The base weights never change, in
-    ``lora.base`` or ``dtype``.
-    """
+    """Float32 adapters (``jllama.lora``) are trained, of a base that never changes."""
 
     model: LlamaConfig
     lora: LoraConfig
@@ -152,15 +147,11 @@ class LoraAdapters(FullWeights):
         return initial_adapter(key, base, self.model, self.lora), base
 
     def specs(self, weights: Any) -> tuple[Any, Any, Any]:
-        """Return the partition specs: the base is split as weights are, adapters are whole on each
-        device.
-        """
+        """Return the specs: the base is split like weights, adapters are whole on each device."""
         return PartitionSpec(), weights, PartitionSpec()
 
     def split(self, params: Params, base: Params | None, dtype: Any) -> tuple[Params, Params]:
-        """Return the adapters, which the loss is differentiated by, and this device's parts of the
-        base.
-        """
+        """Return the adapters to differentiate by, and this device's parts of the base."""
         assert base is not None
         return params, base
 
@@ -200,8 +191,7 @@ def trainable_of(config: TrainConfig, dtype: np.dtype[Any], mesh_shape: Any) -> 
 
 
 def selected_weights(config: LlamaConfig, patterns: Sequence[str]) -> SelectedWeights:
-    """Select the weights whose names match any pattern: ``layers/3/wq``, ``layers/*/w_down``,
-    ``embed``.
+    """Select the weights whose names match any pattern, such as ``layers/*/w_down``.
 
     Raises ``UsageError`` for a pattern that matches none.
     """
