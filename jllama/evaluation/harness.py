@@ -1,4 +1,4 @@
-"""EleutherAI's lm-eval on a jllama model: the numbers are those of lm-eval's own Hugging Face model."""
+"""EleutherAI's lm-eval on a jllama model, with the numbers of lm-eval's own Hugging Face model."""
 
 from __future__ import annotations
 
@@ -33,25 +33,28 @@ except ImportError as error:
         f"lm-eval's tasks need its package ({error}): pip install 'jllama[eval]'"
     ) from error
 
-_NEW_TOKENS = (
-    "max_gen_toks",
-    "max_new_tokens",
-    "max_tokens",
-    "max_completion_tokens",
-)  # the first one given counts
+# Names for the number of new tokens, of which the first one present counts.
+_NEW_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _SAMPLING = tuple(vars(SamplingParams()))
 
 
 class JllamaLM(TemplateLM):
-    """A jllama model for lm-eval: ``lm_eval.simple_evaluate(JllamaLM("runs/quickstart"), tasks=["arc_easy"])``.
+    """A jllama model for lm-eval: ``lm_eval.simple_evaluate(JllamaLM("runs/quickstart"),
+    tasks=["arc_easy"])``.
 
-    Importing this module registers it as ``jllama``: ``simple_evaluate("jllama", model_args={"pretrained": path})``.
-    BOS stands where lm-eval's Hugging Face model puts it, so that results compare: in front of every text if the
-    tokenizer adds it, and alone before a continuation without context. ``loglikelihood_rolling`` puts a prefix token
-    in front of what the tokenizer gives, as there: a tokenizer that adds BOS thus gives two, and the second is scored.
+    Importing this module registers it as ``jllama``: ``simple_evaluate("jllama",
+    model_args={"pretrained": path})``.
 
-    ``pretrained`` is a checkpoint in any format, or a loaded model, which must have a tokenizer; ``batch_size`` rows of
-    at most ``max_length`` tokens (None is the context) go through it at once; ``dtype`` is as for ``load``.
+    BOS stands where lm-eval's Hugging Face model puts it, so that results compare: before every
+    text if the tokenizer adds it, and alone before a continuation without context.
+    ``loglikelihood_rolling`` puts a prefix token before the tokenizer's ids, as that model does: a
+    tokenizer that adds BOS thus gives two, and the second is scored.
+
+    Args:
+        pretrained: a checkpoint in any format, or a loaded model, which must have a tokenizer.
+        batch_size: how many rows go through the model at once.
+        max_length: tokens of a row at most; None is the context.
+        dtype: as for ``load``.
     """
 
     def __init__(
@@ -62,70 +65,89 @@ class JllamaLM(TemplateLM):
         dtype: Any = None,
     ) -> None:
         super().__init__()
-        self.model = (
-            pretrained if isinstance(pretrained, LanguageModel) else load(pretrained, dtype)
-        )
-        self._tokenizer, context = self.model.text_tokenizer, self.model.config.max_seq_len
+        if not isinstance(pretrained, LanguageModel):
+            pretrained = load(pretrained, dtype)
+        self.model = pretrained
+        self._tokenizer = pretrained.text_tokenizer
+        context = pretrained.config.max_seq_len
         self.max_length = context if max_length is None else max_length
         if not 1 <= self.max_length <= context:
             raise UsageError(
-                f"max_length is {max_length}; it must be between 1 and the model's context of {context}"
+                f"max_length is {max_length}; "
+                f"it must be between 1 and the model's context of {context}"
             )
         if not str(batch_size).isdecimal() or not int(batch_size):
             raise UsageError(f"batch_size is {batch_size!r}; it must be at least 1")
         self.batch_size = int(batch_size)
 
-    # What lm-eval asks for: the token that ends a text, the one before a text without context, a name for its cache.
-    eot_token_id: Any = property(lambda self: self._tokenizer.eos_id)
-    prefix_token_id: Any = property(lambda self: self._tokenizer.bos_id)
-    tokenizer_name: Any = property(lambda self: self._tokenizer.fingerprint())
+    @property
+    def eot_token_id(self) -> Any:
+        """The token that ends a text."""
+        return self._tokenizer.eos_id
+
+    @property
+    def prefix_token_id(self) -> Any:
+        """The token before a text without context."""
+        return self._tokenizer.bos_id
+
+    @property
+    def tokenizer_name(self) -> Any:
+        """A name for lm-eval's cache."""
+        return self._tokenizer.fingerprint()
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **ignored: Any
     ) -> list[int]:
-        """Ids of a text, which may spell out special tokens; behind BOS if the tokenizer adds it and there is none."""
-        ids, bos = self._tokenizer.encode_with_special_tokens(string), [self._tokenizer.bos_id]
-        return (
-            bos + ids
-            if self._tokenizer.add_bos and add_special_tokens is not False and ids[:1] != bos
-            else ids
-        )
+        """Encode a text that may spell out special tokens; BOS is added if the tokenizer adds it
+        and there is none.
+        """
+        ids = self._tokenizer.encode_with_special_tokens(string)
+        bos = [self._tokenizer.bos_id]
+        if self._tokenizer.add_bos and add_special_tokens is not False and ids[:1] != bos:
+            return bos + ids
+        return ids
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The text of a conversation; without a generation prompt its last message is left open, to be continued."""
+        """Return a conversation as text; without a generation prompt its last message is left open."""
         variables = template_variables(self._tokenizer, chat_history, add_generation_prompt)
         text = render(self.chat_template(True), **variables)
         if add_generation_prompt:
             return text
         last = chat_history[-1]["content"].lstrip()
-        last = last if last in text else last.rstrip()  # as many templates strip it
+        if last not in text:
+            last = last.rstrip()  # many templates strip it
         return text[: text.rindex(last) + len(last)]
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """The Jinja template that lm-eval notes with its results."""
+        """Return the Jinja template that lm-eval notes with its results."""
         if isinstance(chat_template, str):
             raise UsageError(
-                f"apply_chat_template is {chat_template!r}; a jllama model has one template: give True"
+                f"apply_chat_template is {chat_template!r}; "
+                "a jllama model has one template: give True"
             )
         return find_template(self._tokenizer, self.model.chat_template) if chat_template else ""
 
     def _loglikelihood_tokens(
         self, requests: list[Any], **ignored: Any
     ) -> list[tuple[float, bool]]:
-        """Each continuation's ``log p`` after its context, cut on the left to what fits, and whether it is greedy."""
-        for (_, text), _, continuation in requests:
-            if (tokens := len(continuation)) > self.max_length:
-                said = f"the continuation {text[:20]!r}... has {tokens} tokens and max_length is {self.max_length}"
+        """Return each continuation's ``log p`` after its context, and whether it is greedy.
+
+        A context that is too long is cut on the left.
+        """
+        rows = []
+        counts = []
+        for (_, text), context, continuation in requests:
+            count = len(continuation)
+            if count > self.max_length:
                 raise JllamaError(
-                    f"{said}: leave the task out, or take a model with a longer context"
+                    f"the continuation {text[:20]!r}... has {count} tokens and max_length is "
+                    f"{self.max_length}: leave the task out, or take a model with a longer context"
                 )
-        rows = [
-            (context + continuation)[-self.max_length - 1 :]
-            for _, context, continuation in requests
-        ]
-        results = self._score(rows, [len(continuation) for _, _, continuation in requests])
+            rows.append((context + continuation)[-self.max_length - 1 :])
+            counts.append(count)
+        results = self._score(rows, counts)
         for (key, _, _), result in zip(requests, results, strict=True):
             self.cache_hook.add_partial("loglikelihood", key, result)
         return results
@@ -133,28 +155,28 @@ class JllamaLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Each whole text's ``log p``, in windows that overlap only in context."""
-        texts, size = (
-            [[self.prefix_token_id, *self.tok_encode(*request.args)] for request in requests],
-            self.max_length,
-        )
-        windows = [
-            (owner, *cut)
-            for owner, ids in enumerate(texts)
-            for cut in sliding_windows(len(ids), size, size)
-        ]
-        scores = self._score(
-            [texts[i][start:end] for i, start, end, _ in windows], [count for *_, count in windows]
-        )
+        """Return each whole text's ``log p``, in windows that overlap only in context."""
+        size = self.max_length
+        owners = []  # the request that a window belongs to
+        rows = []
+        counts = []
+        for owner, request in enumerate(requests):
+            ids = [self.prefix_token_id, *self.tok_encode(*request.args)]
+            for start, end, count in sliding_windows(len(ids), size, size):
+                owners.append(owner)
+                rows.append(ids[start:end])
+                counts.append(count)
         totals = [0.0] * len(requests)
-        for (owner, *_), (log_prob, _) in zip(windows, scores, strict=True):
+        for owner, (log_prob, _) in zip(owners, self._score(rows, counts), strict=True):
             totals[owner] += log_prob
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
 
     def _score(self, rows: list[list[int]], counts: list[int]) -> list[tuple[float, bool]]:
-        """The summed log-probability of the last tokens of each row, and whether all are the likeliest."""
+        """Return the summed log-probability of the last tokens of each row, and whether all are the
+        likeliest.
+        """
         with progress("tokens scored") as move:
             scores = token_log_probs(
                 self.model,
@@ -168,90 +190,108 @@ class JllamaLM(TemplateLM):
         ]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The continuation of each context, without the stop string that ended it; greedy unless the task samples."""
-        texts, prompts = (
-            [""] * len(requests),
-            [self._prompt(*cast(Any, request.args)) for request in requests],
-        )
+        """Return the continuation of each context without the stop string; greedy unless the task
+        samples.
+        """
+        texts = [""] * len(requests)
+        prompts = [self._prompt(*cast(Any, request.args)) for request in requests]
         with progress("texts generated", len(requests)) as move:
             for index, completion in completions(self.model, prompts, batch_size=self.batch_size):
-                # As lm-eval's models decode: by itself, so that SentencePiece leaves out a leading space.
-                loses_space = not self._tokenizer.decode(completion.ids).startswith(" ")
-                texts[index] = completion.text.removeprefix(" " * loses_space)
-                self.cache_hook.add_partial("generate_until", requests[index].args, texts[index])
+                text = completion.text
+                # lm-eval's models decode a continuation by itself, where SentencePiece drops a
+                # leading space.
+                if not self._tokenizer.decode(completion.ids).startswith(" "):
+                    text = text.removeprefix(" ")
+                texts[index] = text
+                self.cache_hook.add_partial("generate_until", requests[index].args, text)
                 move(1)
         return texts
 
     def _prompt(self, context: str, arguments: Json) -> Prompt:
-        """A context, cut on the left to leave room for new tokens; a stop string may be the name of a special token."""
+        """Return a context as a prompt, cut on the left to leave room for new tokens.
+
+        A stop string may be the name of a special token.
+        """
         stop, max_new_tokens, sampling = generation_arguments(arguments)
         room = self.max_length - max_new_tokens
         if room < 1:
-            said = f"max_gen_toks {max_new_tokens} leaves no room for a prompt in max_length {self.max_length}"
             raise JllamaError(
-                f"{said}: lower it (generation_kwargs), or take a model with a longer context"
+                f"max_gen_toks {max_new_tokens} leaves no room for a prompt in max_length "
+                f"{self.max_length}: lower it (generation_kwargs), or take a model with a longer context"
             )
         ids = (self.tok_encode(context) or [self.prefix_token_id])[-room:]
         special = self._tokenizer.special_tokens
-        stop_ids = {
-            *self.model.stop_ids,
-            self.eot_token_id,
-            *(special[text] for text in stop if text in special),
-        }
-        return encode_prompt(
-            self.model, Prompt(ids, sampling, max_new_tokens, stop, sorted(stop_ids))
-        )
+        stop_ids = {*self.model.stop_ids, self.eot_token_id}
+        stop_ids |= {special[text] for text in stop if text in special}
+        prompt = Prompt(ids, sampling, max_new_tokens, stop, sorted(stop_ids))
+        return encode_prompt(self.model, prompt)
 
 
 register_model("jllama")(JllamaLM)
 
 
 def generation_arguments(arguments: Json) -> tuple[list[str], int, SamplingParams]:
-    """Turn a task's ``generation_kwargs`` into stop strings, the most new tokens, and how they are sampled.
+    """Turn a task's ``generation_kwargs`` into stop strings, the maximum of new tokens, and
+    sampling parameters.
 
-    Greedy unless ``do_sample`` or, where that is not said, ``temperature > 0``. ``JllamaError`` for what is unknown.
+    Sampling is greedy unless ``do_sample`` is true or, if it is not set, ``temperature > 0``.
+
+    >>> generation_arguments({"until": ["Q:"], "max_gen_toks": 32})[:2]
+    (['Q:'], 32)
+
+    Raises:
+        JllamaError: an argument is unknown.
     """
     remaining = {name: value for name, value in arguments.items() if value is not None}
-    until, do_sample = remaining.pop("until", []), remaining.pop("do_sample", None)
-    stop = [string for string in ([until] if isinstance(until, str) else until) if string]
-    new_tokens = [remaining.pop(name) for name in _NEW_TOKENS if name in remaining] or [
-        256
-    ]  # lm-eval's own default
+    until = remaining.pop("until", [])
+    if isinstance(until, str):
+        until = [until]
+    do_sample = remaining.pop("do_sample", None)
+    counts = [remaining.pop(name) for name in _NEW_TOKENS if name in remaining]
+    counts.append(256)  # lm-eval's own default
     sampling = {name: remaining.pop(name) for name in _SAMPLING if name in remaining}
+    if remaining.get("num_beams") == 1:
+        del remaining["num_beams"]
     for name, value in remaining.items():
-        if (name, value) != ("num_beams", 1):
-            known = ", ".join(("until", "do_sample", *_NEW_TOKENS, *_SAMPLING))
-            raise JllamaError(
-                f"generation_kwargs has {name}: {value!r}, which jllama does not honor; it knows {known}"
-            )
-    draws = sampling.get("temperature") if do_sample is None else do_sample
-    sampling["temperature"] = float(sampling.get("temperature", 1)) if draws else 0.0
-    return stop, int(new_tokens[0]), SamplingParams(**sampling)
+        known = ", ".join(("until", "do_sample", *_NEW_TOKENS, *_SAMPLING))
+        raise JllamaError(
+            f"generation_kwargs has {name}: {value!r}, which jllama does not honor; it knows {known}"
+        )
+    samples = sampling.get("temperature") if do_sample is None else do_sample
+    sampling["temperature"] = float(sampling.get("temperature", 1)) if samples else 0.0
+    return [text for text in until if text], int(counts[0]), SamplingParams(**sampling)
 
 
 def task_manager(names: Sequence[str], include_path: str = "") -> TaskManager:
-    """The index of lm-eval's tasks and those in a folder of one's own, which come first.
+    """Return the index of lm-eval's tasks and those in a folder of your own, which take precedence.
 
-    ``names`` are of tasks or groups, or paths of YAML files. lm-eval's own are over ten thousand files, read only if a
-    name is not among those of the folder. ``UsageError`` if there is no such folder, or a name is unknown.
+    lm-eval's own are over ten thousand files, which are read only if a name is not in the folder.
+
+    Args:
+        names: tasks or groups, or paths of YAML files.
+        include_path: the folder of your own tasks, if any.
+
+    Raises:
+        UsageError: there is no such folder, or a name is unknown.
     """
     if include_path:
         if not Path(include_path).is_dir():
             raise UsageError(
-                f"there is no folder at include_path {include_path}: give one with tasks' YAML files"
+                f"there is no folder at include_path {include_path}: "
+                "give one with tasks' YAML files"
             )
         own = TaskManager(include_path=include_path, include_defaults=False)
-        if set(names) <= set(own.all_subtasks):  # a group may be made of lm-eval's own
+        # A group in the folder may consist of lm-eval's tasks, so only the folder's tasks count
+        # here.
+        if set(names) <= set(own.all_subtasks):
             return own
     manager = TaskManager(include_path=include_path or None)
     for name in names:
         if name not in manager.task_index and not Path(name).is_file():
             close = difflib.get_close_matches(name, manager.all_tasks, 1)
-            hint = (
-                f"did you mean {close[0]}?"
-                if close
-                else "give one of its own, or a folder of others (include_path)"
-            )
+            hint = "give one of its own, or a folder of others (include_path)"
+            if close:
+                hint = f"did you mean {close[0]}?"
             raise UsageError(f"lm-eval has no task {name!r}; {hint}")
     return manager
 
@@ -259,22 +299,27 @@ def task_manager(names: Sequence[str], include_path: str = "") -> TaskManager:
 def evaluate_tasks(
     lm: JllamaLM, tasks: Sequence[str], manager: TaskManager, **arguments: Any
 ) -> Json:
-    """The results of ``lm_eval.simple_evaluate``, whose ``arguments`` these are. Its prints go to stderr.
+    """Return the results of ``lm_eval.simple_evaluate``, which gets ``arguments``. Its prints go to
+    stderr.
 
-    ``JllamaError`` with lm-eval's own message if it fails, for example because it cannot download a task's data.
+    Raises:
+        JllamaError: it failed, for example because it cannot download a task's data; the message is
+            lm-eval's.
     """
     try:
         with contextlib.redirect_stdout(sys.stderr):
             results = simple_evaluate(lm, tasks=[*tasks], task_manager=manager, **arguments)
     except JllamaError:
         raise
-    except Exception as error:  # of lm-eval, or of what it reads data and computes metrics with
-        raise JllamaError(
-            f"lm-eval stopped with {type(error).__name__}: {' '.join(str(error).split())}"
-        ) from error
-    return dict(results or {})  # only processes other than the first get nothing
+    except Exception as error:  # lm-eval, its data sets and its metrics raise anything
+        message = " ".join(str(error).split())
+        raise JllamaError(f"lm-eval stopped with {type(error).__name__}: {message}") from error
+    return dict(results or {})  # only the first process gets results
 
 
 def table(results: Json) -> str:
-    """lm-eval's own table of what ``evaluate_tasks`` gives."""
-    return make_table(results) + (make_table(results, "groups") if results.get("groups") else "")
+    """Format the results of ``evaluate_tasks`` as lm-eval's own table."""
+    text = make_table(results)
+    if results.get("groups"):
+        text += make_table(results, "groups")
+    return text

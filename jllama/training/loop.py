@@ -122,7 +122,8 @@ def pause(run: Run) -> bool:
 
     Nothing is done after a skipped step, unless it is the last one.
     """
-    options, tracker = run.config.training, run.tracker
+    options = run.config.training
+    tracker = run.tracker
     if run.num_skipped and not (run.stop_signal or run.step == options.steps):
         return False
 
@@ -274,7 +275,9 @@ def compile_fitting(run: Run, batch: Batch) -> Any:
 
 def log(run: Run) -> None:
     """Wait for the recent steps; log and show their means, and each skipped step by itself."""
-    config, tracker, recent = run.config, run.tracker, run.recent
+    config = run.config
+    tracker = run.tracker
+    recent = run.recent
     taken = []
     for step, (metrics, batch) in enumerate(recent, run.step - len(recent) + 1):
         is_skipped = bool(metrics.skipped)  # the wait is here
@@ -320,7 +323,8 @@ def log(run: Run) -> None:
 
 def log_skipped(run: Run, step: int, metrics: StepMetrics, batch: Batch) -> None:
     """Log a skipped step and its batch; end the run if there were too many in a row."""
-    options, tracker = run.config.training, run.tracker
+    options = run.config.training
+    tracker = run.tracker
     loss, norm = (
         value if math.isfinite(value) else None
         for value in (float(metrics.loss), float(metrics.grad_norm))
@@ -359,11 +363,13 @@ def evaluate_now(run: Run) -> Evaluation | None:
 
 def evaluate_best(run: Run) -> Evaluation | None:
     """Evaluate the best checkpoint on all validation data; return None if a stop came first."""
-    tracker, checkpoints = run.tracker, run.checkpoints
+    tracker = run.tracker
+    checkpoints = run.checkpoints
     tracker.show(run.step, "saving")
     checkpoints.store.wait()
     tracker.show(run.step, "evaluating")
-    best_step, state = checkpoints.store.best_step(), run.state
+    best_step = checkpoints.store.best_step()
+    state = run.state
     if not (run.stop_signal or best_step in (None, run.step)):
         state, _ = checkpoints.restore(best_step, state.base)
     stopping = functools.partial(is_stopping, run)
@@ -438,7 +444,8 @@ def sample(run: Run) -> None:
 def current_model(run: Run) -> LanguageModel:
     """Return the current model, with its tokenizer and chat template."""
     tokenizer = run.data.tokenizer
-    template, stop_ids = None, ()
+    template = None
+    stop_ids = ()
     if run.origin:
         template, stop_ids = conversing(tokenizer, run.origin.chat_template, run.origin.stop_ids)
     weights = run.training.model_weights(run.state)

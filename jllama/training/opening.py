@@ -151,7 +151,8 @@ def open_run(
         run_folder.write_config(folder, config, step)
         if not (resumes and has_tokenizer(folder)):
             data.tokenizer.save(folder)
-            template, stop_ids = (origin.chat_template, origin.stop_ids) if origin else (None, ())
+            template = origin.chat_template if origin else None
+            stop_ids = origin.stop_ids if origin else ()
             write_chat_files(folder, template, stop_ids)
     run = Run(config, data, origin, training, checkpoints, tracker, batches, state, step, done)
     log_facts(run)
@@ -173,8 +174,9 @@ def check_options(config: TrainConfig, folder: Path) -> None:
 def final_evaluation(
     folder: Path, config: TrainConfig, step: int, console: Console
 ) -> Evaluation | None:
-    """Return the final evaluation if nothing is left to do, and print how to continue; else None."""
-    num_steps, patience = config.training.steps, config.training.patience
+    """Return the final evaluation if nothing is left to do, and print how to continue."""
+    num_steps = config.training.steps
+    patience = config.training.patience
     lines = read_lines(folder / METRICS, "final")
     has_all_steps = step >= num_steps
     if not lines or not (has_all_steps or run_folder.is_out_of_patience(folder, patience)):
@@ -213,7 +215,8 @@ def check_memory(
     and each layer's input for one part of a batch. CPU devices share the memory of the machine.
     """
     check_batch(config, training.mesh)
-    options, mesh = config.training, training.mesh
+    options = config.training
+    mesh = training.mesh
     device = mesh.local_devices[0]
     ways = options.accumulation * mesh.size / mesh.shape["tensor"]
     num_tokens = options.batch_size * options.seq_len / ways
@@ -302,7 +305,9 @@ def open_batches(data: TrainingData, config: TrainConfig, training: Training) ->
 
 def log_facts(run: Run) -> None:
     """Log the facts that a run's page shows, if they have changed, and print a summary."""
-    config, tracker, mesh = run.config, run.tracker, run.training.mesh
+    config = run.config
+    tracker = run.tracker
+    mesh = run.training.mesh
     devices = describe_devices(mesh)
     num_params = count_parameters(config.model)
     num_trained = sum(leaf.size for leaf in jax.tree.leaves(run.training.trained))

@@ -80,7 +80,7 @@ def adafactor() -> optax.GradientTransformation:
 
 
 def _over_layers(function: Any) -> Any:
-    """Map a function over stacked layers; call it once if there are none, as when all are frozen."""
+    """Map a function over stacked layers; call it once if there are none (all are frozen)."""
 
     def mapped(params: Any, *others: Any) -> Any:
         run = jax.vmap(function) if jax.tree.leaves(params) else function

@@ -112,7 +112,8 @@ def _with_sizes(
     config: TrainConfig, tokenizer: Tokenizer, origin: Checkpoint | None
 ) -> TrainConfig:
     """Fill in the vocabulary, the sequence length and the number of sampled tokens."""
-    model, options = config.model, config.training
+    model = config.model
+    options = config.training
     num_tokens = tokenizer.vocab_size
     expected = f"0, or at least the {num_tokens} tokens of the tokenizer"
     check_fields(
@@ -137,7 +138,8 @@ def _with_sizes(
 
 def _with_steps(config: TrainConfig, num_rows: float, folder: Path | None) -> TrainConfig:
     """Fill in the steps of all epochs, of ``num_rows`` rows each, and of the warm-up."""
-    options, optimizer = config.training, config.optimizer
+    options = config.training
+    optimizer = config.optimizer
     steps = math.ceil(options.epochs * num_rows / options.batch_size) or options.steps
     options = dataclasses.replace(options, steps=steps, epochs=0.0)
     if optimizer.schedule != "cosine" and not optimizer.warmup_steps:

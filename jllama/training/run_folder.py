@@ -101,7 +101,7 @@ def write_config(folder: Path, config: TrainConfig, step: int) -> None:
 
 
 def is_out_of_patience(folder: Path, patience: int) -> bool:
-    """Return whether the lowest logged validation loss is ``patience`` evaluations old; 0 is never."""
+    """Return whether the lowest validation loss is ``patience`` evaluations old; 0 is never."""
     if not patience:
         return False
     losses = [line["validation_loss"] for line in read_lines(folder / METRICS, "validation_loss")]
@@ -122,12 +122,14 @@ def config_fields(config: TrainConfig) -> dict[str, Any]:
 
 
 def changes_on_resume(folder: Path, config: TrainConfig, step: int) -> list[str]:
-    """Describe how a configuration differs from the resumed run's; ``JllamaError`` if it must not."""
+    """Describe what has changed since the resumed run; ``JllamaError`` if it must not change."""
     flatten = functools.partial(flatten_dict, is_leaf=lambda path, _: len(path) == 2, sep=".")
     fields = flatten(config_fields(config))
     saved = read_config(folder).fields
     before = fields | flatten(saved)
-    fixed, free, others = [], [], []
+    fixed = []
+    free = []
+    others = []
     for name, value in fields.items():
         if before[name] == value or re.match(_IGNORED, name):
             continue

@@ -4,8 +4,7 @@ A step, from top to bottom. ``theta`` is what is trained, ``n`` the number of ta
 
     take_step                    theta, batch -> theta'
         map_over_devices         give each device its rows of the batch and its parts of the weights
-            local_gradients      d loss_sum / d theta, summed over the parts of the batch and the
-            devices
+            local_gradients      d loss_sum / d theta, summed over parts of the batch and devices
                 local_loss       the objective (``jllama.training.objectives``)
                     forward_pass gather the weights, run the model
         apply_update             divide by n, clip, ask the optimizer, add
@@ -165,7 +164,8 @@ def map_over_devices(
     ``Trainable.split``. ``outputs`` are the partition specs by which the devices' results make up
     the whole.
     """
-    parallel, trainable = setup.parallel, setup.trainable
+    parallel = setup.parallel
+    trainable = setup.trainable
     targets = targets_of(setup, batch)
     params_specs, base_specs, _ = trainable.specs(parallel.weight_specs())
     target_specs = jax.tree.map(parallel.batch_spec, targets)
@@ -253,7 +253,8 @@ def forward_pass(
     setup: Setup, weights: Params, variables: Params, targets: Targets
 ) -> tuple[Llama, Float[Array, "rows seq embed"]]:
     """Return the model with its whole head, and the final activations of this device's tokens."""
-    config, parallel = setup.config, setup.parallel
+    config = setup.config
+    parallel = setup.parallel
     params, slots = setup.trainable.assemble(variables, weights)
 
     # Embedding and layers; a layer's weights are gathered when it runs.
@@ -298,7 +299,8 @@ def apply_update(
     In step ``n``, counted from 1, ``decay = min(ema, n / (n + 9))``, so that early steps forget the
     initial weights.
     """
-    options, trainable = setup.config.training, setup.trainable
+    options = setup.config.training
+    trainable = setup.trainable
     with jax.named_scope("optimizer"):
         norm = optax.tree.norm(_mean_gradients(gradient_sums, count))
         usual_norm = state.usual_norm

@@ -34,7 +34,7 @@ Callback = Callable[[Event], object]
 
 @dataclasses.dataclass
 class Tracker:
-    """The lines of a run's folder, its loggers and callbacks, and the screen; errors are warnings."""
+    """A run's log files, loggers, callbacks and screen; an error in them is only a warning."""
 
     config: TrainConfig
     folder: Path
