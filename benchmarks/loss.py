@@ -1,8 +1,8 @@
-"""The loss three ways: from all logits, in checkpointed chunks, and with its own backward pass; memory and seconds.
+"""Memory and seconds of the loss: all logits, checkpointed chunks, its own backward pass.
 
     python benchmarks/loss.py --vocab 128256 --embed 2048 --batch 4 --seq 2048
 
-Seconds are the median of five, the ways taken in turn; memory is what XLA plans for temporaries.
+Seconds are the median of five, measured alternately; memory is what XLA plans for temporaries.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def own_backward(
 
 
 def main() -> None:
-    """Print a line for each way and size of chunk."""
+    """Print a line for each way and chunk size."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -53,24 +53,18 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dtype", default="float32")
     options = parser.parse_args()
-    keys, shape = jax.random.split(jax.random.key(0), 3), (options.batch, options.seq)
+    keys = jax.random.split(jax.random.key(0), 3)
+    shape = (options.batch, options.seq)
     hidden = jax.random.normal(keys[0], (*shape, options.embed), options.dtype)
-    head = (
-        jax.random.normal(keys[1], (options.embed, options.vocab), options.dtype)
-        / options.embed**0.5
-    )
-    arrays = (
-        hidden,
-        head,
-        jax.random.randint(keys[2], shape, 0, options.vocab),
-        jnp.ones(shape, bool),
-    )
+    head = jax.random.normal(keys[1], (options.embed, options.vocab), options.dtype)
+    head = head / options.embed**0.5
+    targets = jax.random.randint(keys[2], shape, 0, options.vocab)
+    arrays = (hidden, head, targets, jnp.ones(shape, bool))
     ways: dict[str, Any] = {"all logits": all_logits}
     for way in (checkpointed, own_backward):
-        ways |= {
-            f"{way.__name__}, {n} tokens": functools.partial(way, chunk_tokens=n)
-            for n in (512, 2048, 8192)
-        }
+        for chunk_tokens in (512, 2048, 8192):
+            name = f"{way.__name__}, {chunk_tokens} tokens"
+            ways[name] = functools.partial(way, chunk_tokens=chunk_tokens)
     compiled = {
         name: jax.jit(jax.value_and_grad(way, (0, 1))).lower(*arrays).compile()
         for name, way in ways.items()

@@ -39,8 +39,12 @@ _SAMPLING = tuple(vars(SamplingParams()))
 
 
 class JllamaLM(TemplateLM):
-    """A jllama model for lm-eval: ``lm_eval.simple_evaluate(JllamaLM("runs/quickstart"),
-    tasks=["arc_easy"])``.
+    """A jllama model for lm-eval.
+
+    Example::
+
+        lm_eval.simple_evaluate(JllamaLM("runs/quickstart"), tasks=["arc_easy"])
+
 
     Importing this module registers it as ``jllama``: ``simple_evaluate("jllama",
     model_args={"pretrained": path})``.
@@ -98,9 +102,7 @@ class JllamaLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **ignored: Any
     ) -> list[int]:
-        """Encode a text that may spell out special tokens; BOS is added if the tokenizer adds it
-        and there is none.
-        """
+        """Encode a text, in which special tokens may be spelled out, with at most one BOS."""
         ids = self._tokenizer.encode_with_special_tokens(string)
         bos = [self._tokenizer.bos_id]
         if self._tokenizer.add_bos and add_special_tokens is not False and ids[:1] != bos:
@@ -110,7 +112,7 @@ class JllamaLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Return a conversation as text; without a generation prompt its last message is left open."""
+        """Return a conversation as text, by default up to the next answer, else left open."""
         variables = template_variables(self._tokenizer, chat_history, add_generation_prompt)
         text = render(self.chat_template(True), **variables)
         if add_generation_prompt:
@@ -174,9 +176,7 @@ class JllamaLM(TemplateLM):
         return totals
 
     def _score(self, rows: list[list[int]], counts: list[int]) -> list[tuple[float, bool]]:
-        """Return the summed log-probability of the last tokens of each row, and whether all are the
-        likeliest.
-        """
+        """Return the summed log-probability of each row's last tokens, and if all are likeliest."""
         with progress("tokens scored") as move:
             scores = token_log_probs(
                 self.model,
@@ -190,9 +190,7 @@ class JllamaLM(TemplateLM):
         ]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return the continuation of each context without the stop string; greedy unless the task
-        samples.
-        """
+        """Continue each context up to a stop string; greedy unless the task samples."""
         texts = [""] * len(requests)
         prompts = [self._prompt(*cast(Any, request.args)) for request in requests]
         with progress("texts generated", len(requests)) as move:
@@ -217,7 +215,8 @@ class JllamaLM(TemplateLM):
         if room < 1:
             raise JllamaError(
                 f"max_gen_toks {max_new_tokens} leaves no room for a prompt in max_length "
-                f"{self.max_length}: lower it (generation_kwargs), or take a model with a longer context"
+                f"{self.max_length}: lower it (generation_kwargs), "
+                "or take a model with a longer context"
             )
         ids = (self.tok_encode(context) or [self.prefix_token_id])[-room:]
         special = self._tokenizer.special_tokens
@@ -231,8 +230,7 @@ register_model("jllama")(JllamaLM)
 
 
 def generation_arguments(arguments: Json) -> tuple[list[str], int, SamplingParams]:
-    """Turn a task's ``generation_kwargs`` into stop strings, the maximum of new tokens, and
-    sampling parameters.
+    """Turn ``generation_kwargs`` into stop strings, a number of new tokens, and sampling.
 
     Sampling is greedy unless ``do_sample`` is true or, if it is not set, ``temperature > 0``.
 
@@ -255,7 +253,8 @@ def generation_arguments(arguments: Json) -> tuple[list[str], int, SamplingParam
     for name, value in remaining.items():
         known = ", ".join(("until", "do_sample", *_NEW_TOKENS, *_SAMPLING))
         raise JllamaError(
-            f"generation_kwargs has {name}: {value!r}, which jllama does not honor; it knows {known}"
+            f"generation_kwargs has {name}: {value!r}, which jllama does not honor; "
+            f"it knows {known}"
         )
     samples = sampling.get("temperature") if do_sample is None else do_sample
     sampling["temperature"] = float(sampling.get("temperature", 1)) if samples else 0.0
@@ -263,7 +262,7 @@ def generation_arguments(arguments: Json) -> tuple[list[str], int, SamplingParam
 
 
 def task_manager(names: Sequence[str], include_path: str = "") -> TaskManager:
-    """Return the index of lm-eval's tasks and those in a folder of your own, which take precedence.
+    """Return the index of lm-eval's tasks and those in your own folder, which come first.
 
     lm-eval's own are over ten thousand files, which are read only if a name is not in the folder.
 
@@ -299,8 +298,7 @@ def task_manager(names: Sequence[str], include_path: str = "") -> TaskManager:
 def evaluate_tasks(
     lm: JllamaLM, tasks: Sequence[str], manager: TaskManager, **arguments: Any
 ) -> Json:
-    """Return the results of ``lm_eval.simple_evaluate``, which gets ``arguments``. Its prints go to
-    stderr.
+    """Return the results of ``lm_eval.simple_evaluate(**arguments)``; its prints go to stderr.
 
     Raises:
         JllamaError: it failed, for example because it cannot download a task's data; the message is

@@ -27,12 +27,12 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 import jllama
-from jllama.evaluation import harness
 from jllama.commands import cli
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError, UsageError
-from jllama.generation.sampling_params import SamplingParams
+from jllama.evaluation import harness
 from jllama.evaluation.harness import JllamaLM, evaluate_tasks, generation_arguments, task_manager
+from jllama.generation.sampling_params import SamplingParams
 from jllama.language_model import LanguageModel
 from jllama.tokenizers import train_sentencepiece
 from jllama.verify.checks import random_params
