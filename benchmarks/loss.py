@@ -18,8 +18,15 @@ from jax import Array
 from jllama import functional as F
 
 
+def cross_entropy(logits: Array, targets: Array, mask: Array) -> Array:
+    """Sum ``-log p(target)`` over counted targets."""
+    log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
+    target_log_probs = jnp.take_along_axis(log_probs, targets[..., None], axis=-1)[..., 0]
+    return -jnp.sum(jnp.where(mask, target_log_probs, 0.0))
+
+
 def all_logits(hidden: Array, head: Array, targets: Array, mask: Array) -> Array:
-    return F.cross_entropy(F.project(hidden, head), targets, mask)[0]
+    return cross_entropy(F.project(hidden, head), targets, mask)
 
 
 def checkpointed(
@@ -29,7 +36,7 @@ def checkpointed(
 
     def add(total: Array, part: tuple[Array, Array, Array]) -> tuple[Array, None]:
         hidden, targets, mask = part
-        return total + F.cross_entropy(F.project(hidden, head), targets, mask)[0], None
+        return total + cross_entropy(F.project(hidden, head), targets, mask), None
 
     def in_chunks(array: Array) -> Array:
         return array.reshape(array.shape[0], num_chunks, -1, *array.shape[2:]).swapaxes(0, 1)

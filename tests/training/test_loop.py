@@ -47,7 +47,9 @@ def a_run(**fields):
 
 
 def test_the_speed_logged_is_that_of_steps_that_are_done(monkeypatch):
-    """A step is dispatched at once and done when it has said whether it was left out: that wait counts."""
+    """A step is dispatched at once and done when it has said whether it was left out: that wait
+    counts.
+    """
     now_s, written = [100.0], {}
 
     def wait_for(value):
@@ -87,13 +89,15 @@ def test_the_speed_logged_is_that_of_steps_that_are_done(monkeypatch):
 
 
 def test_questions_of_a_run_on_chats_are_asked_through_its_template(monkeypatch):
-    """As the ids that ``chat`` makes, and answered with the likeliest tokens; in a run on text they are prompts."""
-    asked, written, questions = [], [], ["Where do you live?", "And who with?"]
+    """As the ids that ``chat`` makes, and answered with the likeliest tokens; in a run on text they
+    are prompts.
+    """
+    requests, written, questions = [], [], ["Where do you live?", "And who with?"]
     tokenizer = trained_smollm(["user assistant system"], 300)
     model = LanguageModel(SMALL, {}, tokenizer, TEMPLATES["chatml"], (2,))
 
     def generate(model, prompts, sampling, **named):
-        asked.append((prompts, sampling.temperature, named))
+        requests.append((prompts, sampling.temperature, named))
         return [types.SimpleNamespace(text=f"answer {number}") for number in range(len(prompts))]
 
     monkeypatch.setattr(loop, "generate", generate)
@@ -109,7 +113,10 @@ def test_questions_of_a_run_on_chats_are_asked_through_its_template(monkeypatch)
         config = jllama.TrainConfig(SMALL, training=options)
         loop.sample(a_run(config=config, data=data, tracker=Recorder({}, written), step=1))
     chats = [chat_ids(model, [{"role": "user", "content": question}]) for question in questions]
-    assert asked == [(chats, 0.0, {"max_new_tokens": 5}), (questions, 0.0, {"max_new_tokens": 5})]
+    assert requests == [
+        (chats, 0.0, {"max_new_tokens": 5}),
+        (questions, 0.0, {"max_new_tokens": 5}),
+    ]
     texts = [
         {"prompt": question, "text": f"answer {number}"}
         for number, question in enumerate(questions)
@@ -123,7 +130,7 @@ def test_a_step_that_does_not_fit_computes_its_layers_again(tmp_path, monkeypatc
     model = dataclasses.replace(SMALL, vocab_size=tokenizer.vocab_size)
     rows = [jllama.text_batch(np.random.default_rng(0).integers(3, 250, (4, 33)), bos_id=1)]
     source = BatchSource(tokenizer, lambda: itertools.repeat(rows[0]), lambda: rows)
-    losses, told = {}, {}
+    losses, outputs = {}, {}
     for name, has_bytes in (("fits", 2**40), ("does not", 2**20)):
         monkeypatch.setattr(
             loop, "device_memory_bytes", lambda device, has_bytes=has_bytes: has_bytes
@@ -131,7 +138,10 @@ def test_a_step_that_does_not_fit_computes_its_layers_again(tmp_path, monkeypatc
         options = jllama.LoopConfig(batch_size=4, seq_len=32, steps=2, sample_tokens=0)
         config = jllama.TrainConfig(model, training=options, run_dir=str(tmp_path / name))
         losses[name] = jllama.train(config, data=source).validation_loss
-        told[name] = capsys.readouterr().err
-    said = "note: what remat dots keeps does not fit the device, so each layer is computed again (block)"
-    assert [said in each for each in told.values()] == [False, True]
+        outputs[name] = capsys.readouterr().err
+    message = (
+        "note: what remat dots keeps does not fit the device, "
+        "so each layer is computed again (block)"
+    )
+    assert [message in output for output in outputs.values()] == [False, True]
     np.testing.assert_allclose(losses["does not"], losses["fits"], rtol=1e-6)
