@@ -228,6 +228,11 @@ class TrainConfig:
         logger: where metrics also go, as they come: ``tensorboard``, ``wandb``, ``trackio``, or
             nowhere.
         lora: train adapters of the weights of ``init_from``, instead of the weights.
+
+    Example::
+
+        model = LlamaConfig(num_layers=2, embed_dim=64, num_heads=4, max_seq_len=64)
+        TrainConfig(model, data=DataConfig(path="my_texts/"), run_dir="runs/mine")
     """
 
     model: LlamaConfig

@@ -26,6 +26,7 @@ from jllama.progress import progress
 from jllama.report import REPORT, command
 from jllama.stop import Stopped, stop_signals
 from jllama.templates.messages import conversing, message_ids
+from jllama.training.checkpointing import restore_state, save_state
 from jllama.training.config import TrainConfig
 from jllama.training.metrics import Evaluation, evaluate, figures_text, summarize
 from jllama.training.opening import Run, autotuning_options, open_run
@@ -201,7 +202,7 @@ def next_batch(run: Run) -> Batch:
             log(run)
         if run.step and not is_saved(run):
             save(run, None)
-        run.checkpoints.store.wait()
+        run.checkpoints.wait()
         if not isinstance(error, StopIteration):
             raise
         which = ", which is saved" if run.step else ""
@@ -302,9 +303,11 @@ def log(run: Run) -> None:
     learning_rate = learning_rate_at(run.step - 1, config.optimizer, config.training.steps)
     record["learning_rate"] = float(learning_rate)
     peak = peak_bytes(run.training.mesh.local_devices)
-    record["planned_bytes"] = run.planned_bytes
-    record["peak_bytes"] = peak
-    record["elapsed_s"] = tracker.seconds()
+    record |= {
+        "planned_bytes": run.planned_bytes,
+        "peak_bytes": peak,
+        "elapsed_s": tracker.seconds(),
+    }
     tracker.write(run.step, **record)
 
     # A line for people.
@@ -366,12 +369,12 @@ def evaluate_best(run: Run) -> Evaluation | None:
     tracker = run.tracker
     checkpoints = run.checkpoints
     tracker.show(run.step, "saving")
-    checkpoints.store.wait()
+    checkpoints.wait()
     tracker.show(run.step, "evaluating")
-    best_step = checkpoints.store.best_step()
+    best_step = checkpoints.best_step()
     state = run.state
     if not (run.stop_signal or best_step in (None, run.step)):
-        state, _ = checkpoints.restore(best_step, state.base)
+        state, _ = restore_state(checkpoints, run.training, best_step, state.base)
     stopping = functools.partial(is_stopping, run)
     final = evaluate(run.training, run.data, run.config, state, 0, stopping)
     if final is not None:
@@ -391,9 +394,15 @@ def save(run: Run, evaluation: Evaluation | None) -> None:
     tracker = run.tracker
     tracker.show(run.step, "saving")
     run.done[CHECKPOINTS] = run.step
+    meta = {
+        "batches": run.batches.get_state(),
+        "corpus": run.data.fingerprint,
+        "seconds": tracker.seconds(),
+    }
+    if run.base_fingerprint:
+        meta["base_fingerprint"] = run.base_fingerprint
     loss = evaluation.validation_loss if evaluation else None
-    batches = run.batches.get_state()
-    run.checkpoints.save(run.step, run.state, batches, tracker.seconds(), loss)
+    save_state(run.checkpoints, run.training, run.step, run.state, meta, loss)
     notify(run, "save", {})
 
 
@@ -465,9 +474,8 @@ def notify(run: Run, name: str, figures: Mapping[str, Any]) -> None:
 
 def raise_failure(run: Run, problem: str) -> NoReturn:
     """End the run with an error that names the last good checkpoint."""
-    store = run.checkpoints.store
-    store.wait()
-    steps = store.steps()
+    run.checkpoints.wait()
+    steps = run.checkpoints.steps()
     last = "no checkpoint had been saved yet"
     if steps:
         last = f"the last good checkpoint is of step {steps[-1]}"

@@ -23,9 +23,8 @@ class Targets(NamedTuple):
     inputs: Int[Array, "rows seq"]
     targets: Int[Array, "rows seq"]
     segments: Int[Array, "rows seq"]  # of the inputs
-    counted: Bool[
-        Array, "rows seq"
-    ]  # targets that take part in the loss, each in its input's segment
+    # Targets that take part in the loss, each in its input's segment.
+    counted: Bool[Array, "rows seq"]
     reference: Float[Array, "rows"] | None  # of pairs of answers, see ``jllama.data.batches.Batch``
 
 

@@ -37,7 +37,7 @@ from jllama.report import command, run_facts
 from jllama.sharding import ruleset
 from jllama.tokenizers import has_tokenizer
 from jllama.training import run_folder
-from jllama.training.checkpointing import Checkpoints
+from jllama.training.checkpointing import check_origin, restore_state
 from jllama.training.config import TrainConfig
 from jllama.training.metrics import Evaluation
 from jllama.training.optimizer import make_optimizer
@@ -64,7 +64,8 @@ class Run:
     data: TrainingData
     origin: Checkpoint | None  # the checkpoint of ``init_from``
     training: Training
-    checkpoints: Checkpoints
+    base_fingerprint: str | None  # of the weights under adapters
+    checkpoints: RunCheckpoints
     tracker: Tracker
     batches: Any  # an endless iterator with a state
     state: TrainState
@@ -132,12 +133,12 @@ def open_run(
     # The checkpoint to resume from.
     batches = open_batches(data, config, training)
     tracker = Tracker(config, folder, console, callbacks)
-    store = RunCheckpoints(folder / CHECKPOINTS, config.training.keep_last)
     fingerprint = base_fingerprint(origin) if config.trains_adapters and origin else None
-    checkpoints = Checkpoints(store, training, data.fingerprint, fingerprint)
+    checkpoints = RunCheckpoints(folder / CHECKPOINTS, config.training.keep_last)
     done = {}
     if resumes:
-        state, meta = checkpoints.restore(step, state and state.base)
+        state, meta = restore_state(checkpoints, training, step, state and state.base)
+        check_origin(meta, data.fingerprint, fingerprint, checkpoints, step)
         batches.set_state(meta["batches"])
         tracker.start_s -= meta["seconds"]
         done[CHECKPOINTS] = step
@@ -154,7 +155,19 @@ def open_run(
             template = origin.chat_template if origin else None
             stop_ids = origin.stop_ids if origin else ()
             write_chat_files(folder, template, stop_ids)
-    run = Run(config, data, origin, training, checkpoints, tracker, batches, state, step, done)
+    run = Run(
+        config,
+        data,
+        origin,
+        training,
+        fingerprint,
+        checkpoints,
+        tracker,
+        batches,
+        state,
+        step,
+        done,
+    )
     log_facts(run)
     return run
 

@@ -13,7 +13,7 @@ from jllama.data.chats import data_task, prepare_chats
 from jllama.data.config import DataConfig
 from jllama.data.datasets import BatchSource, TrainingData
 from jllama.data.tokens import prepare_data
-from jllama.errors import check_fields, no_tokenizer
+from jllama.errors import UsageError, no_tokenizer
 from jllama.generation.text import prompt_ids
 from jllama.presets import preset
 from jllama.templates.messages import conversing, find_template
@@ -37,9 +37,10 @@ def resolved(
     """
     # The model and the tokenizer.
     task = "batches" if source else data_task(config.data)
-    if task in ("chat", "preference"):
-        expected = f"a model to begin from, since data.task is {task}"
-        check_fields(config, "", "init_from", bool, expected)
+    if task in ("chat", "preference") and not config.init_from:
+        raise UsageError(
+            f"init_from is empty; it must be a model to begin from, since data.task is {task}"
+        )
     origin = None
     tokenizer = None
     if config.init_from:
@@ -52,10 +53,13 @@ def resolved(
 
     # The data, and how many rows an epoch of it has.
     if source:
-        expected = "left out with batches of one's own"
-        check_fields(config, "", "data", lambda data: data == DataConfig(), expected)
-        expected = "0 with batches of one's own: give training.steps"
-        check_fields(config.training, "training.", "epochs", lambda epochs: not epochs, expected)
+        if config.data != DataConfig():
+            raise UsageError(f"data is {config.data}; it must be left out with your own batches")
+        if config.training.epochs:
+            raise UsageError(
+                f"training.epochs is {config.training.epochs}; "
+                "it must be 0 with your own batches: give training.steps"
+            )
         data = source
         num_rows = 0
         config = _with_sizes(config, source.tokenizer, origin)
@@ -80,8 +84,11 @@ def _open_origin(config: TrainConfig, existing: Path | None) -> Checkpoint:
     """Open the checkpoint to begin from; the folder of an existing run replaces ``init_from``."""
     path = existing or config.init_from
     origin = open_checkpoint(path, None if existing else config.rope_factor)
-    expected = "left out: init_from brings its own"
-    check_fields(config.data, "data.", "tokenizer", lambda name: name == "bpe", expected)
+    if config.data.tokenizer != "bpe":
+        raise UsageError(
+            f"data.tokenizer is {config.data.tokenizer}; "
+            "it must be left out: init_from brings its own"
+        )
     if origin.tokenizer is None:
         raise no_tokenizer(path)
     if config.data.chat_template and not existing:  # an existing run's folder has the template
@@ -92,19 +99,20 @@ def _open_origin(config: TrainConfig, existing: Path | None) -> Checkpoint:
 
 def _with_model(config: TrainConfig, origin: Checkpoint | None) -> TrainConfig:
     """Fill in the architecture of the preset, or of the checkpoint to begin from."""
-    expected = "left out with init_from"
-    check_fields(config, "", "preset", lambda name: not (name and origin), expected)
+    if config.preset and origin:
+        raise UsageError(f"preset is {config.preset}; it must be left out with init_from")
     model = config.model
     if config.preset:
         model = preset(config.preset)
     if origin:
         model = origin.config
+    source = config.init_from or config.preset
     for name, value in vars(model).items():
-        allowed = (value, getattr(LlamaConfig(), name))
-        expected = f"{value}, as in {config.init_from or config.preset}, or left out with it"
-        check_fields(
-            config.model, "model.", name, lambda field, allowed=allowed: field in allowed, expected
-        )
+        field = getattr(config.model, name)
+        if field not in (value, getattr(LlamaConfig(), name)):
+            raise UsageError(
+                f"model.{name} is {field}; it must be {value}, as in {source}, or left out with it"
+            )
     return dataclasses.replace(config, model=model)
 
 
@@ -115,14 +123,18 @@ def _with_sizes(
     model = config.model
     options = config.training
     num_tokens = tokenizer.vocab_size
-    expected = f"0, or at least the {num_tokens} tokens of the tokenizer"
-    check_fields(
-        model, "model.", "vocab_size", lambda size: size == 0 or size >= num_tokens, expected
-    )
+    if model.vocab_size and model.vocab_size < num_tokens:
+        raise UsageError(
+            f"model.vocab_size is {model.vocab_size}; "
+            f"it must be 0, or at least the {num_tokens} tokens of the tokenizer"
+        )
     context = model.max_seq_len
     default = min(context, 1024) if origin or config.preset else context
-    expected = f"at most model.max_seq_len, {context}"
-    check_fields(options, "training.", "seq_len", lambda size: size <= context, expected)
+    if options.seq_len > context:
+        raise UsageError(
+            f"training.seq_len is {options.seq_len}; "
+            f"it must be at most model.max_seq_len, {context}"
+        )
     limit = context - len(prompt_ids(tokenizer, options.sample_prompt))
     sample_tokens = options.sample_tokens
     if sample_tokens is None:
@@ -130,8 +142,11 @@ def _with_sizes(
     options = dataclasses.replace(
         options, seq_len=options.seq_len or default, sample_tokens=sample_tokens
     )
-    expected = f"at most {limit}, which is what training.sample_prompt leaves of model.max_seq_len"
-    check_fields(options, "training.", "sample_tokens", lambda count: count <= limit, expected)
+    if sample_tokens > limit:
+        raise UsageError(
+            f"training.sample_tokens is {sample_tokens}; it must be at most {limit}, "
+            "which is what training.sample_prompt leaves of model.max_seq_len"
+        )
     model = dataclasses.replace(model, vocab_size=model.vocab_size or num_tokens)
     return dataclasses.replace(config, model=model, training=options)
 

@@ -119,6 +119,7 @@ class Setup(NamedTuple):
     parallel: Parallelism
     trainable: Trainable
     optimizer: optax.GradientTransformation
+    specs: tuple[Any, Any, Any]  # partition specs of ``params``, ``base`` and gradients
 
 
 # The step
@@ -141,7 +142,7 @@ def initial_state(setup: Setup, key: Key[Array, ""], params: Params | None = Non
 def take_step(setup: Setup, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
     """Update the state by one batch."""
     # The objective's sums over the batch, and their gradients.
-    *_, gradient_specs = setup.trainable.specs(setup.parallel.weight_specs())
+    *_, gradient_specs = setup.specs
     outputs = PartitionSpec(), gradient_specs
     sums, gradient_sums = map_over_devices(
         setup, local_gradients, outputs, state.params, batch, state.base
@@ -167,7 +168,7 @@ def map_over_devices(
     parallel = setup.parallel
     trainable = setup.trainable
     targets = targets_of(setup, batch)
-    params_specs, base_specs, _ = trainable.specs(parallel.weight_specs())
+    params_specs, base_specs, _ = setup.specs
     target_specs = jax.tree.map(parallel.batch_spec, targets)
 
     def local(params: Params, base: Params | None, targets: Targets) -> Any:
@@ -196,8 +197,13 @@ def targets_of(setup: Setup, batch: Batch) -> Targets:
         )
     same_segment = batch.segments[:, :-1] == batch.segments[:, 1:]
     counted = batch.counted[:, 1:] & same_segment
-    inputs, targets = batch.tokens[:, :-1], batch.tokens[:, 1:]
-    return Targets(inputs, targets, batch.segments[:, :-1], counted, batch.reference)
+    return Targets(
+        inputs=batch.tokens[:, :-1],
+        targets=batch.tokens[:, 1:],
+        segments=batch.segments[:, :-1],
+        counted=counted,
+        reference=batch.reference,
+    )
 
 
 def local_gradients(
@@ -393,10 +399,11 @@ def compile_training(
     on_cpu = device.platform == "cpu"
     if on_cpu:
         keep_freed_memory()
-    if on_cpu and any(mesh.shape[name] > 1 for name in BY_HAND):
-        expected = "float32 on CPUs, where XLA sums no other"
-        check_fields(
-            options, "training.", "reduce_dtype", lambda dtype: dtype == "float32", expected
+    sums_on_cpu = on_cpu and any(mesh.shape[name] > 1 for name in BY_HAND)
+    if sums_on_cpu and options.reduce_dtype != "float32":
+        raise UsageError(
+            f"training.reduce_dtype is {options.reduce_dtype}; "
+            "it must be float32 on CPUs, where XLA sums no other"
         )
     if options.objective not in ("auto", *OBJECTIVES):
         raise unknown_name("objective", options.objective, ["auto", *OBJECTIVES])
@@ -404,7 +411,9 @@ def compile_training(
     dtype = compute_dtype(config, mesh)
     trainable = trainable_of(config, dtype, mesh.shape)
     optimizer = make_optimizer(config.optimizer, options.steps)
-    setup = Setup(config, Parallelism(config, mesh, dtype), trainable, optimizer)
+    parallel = Parallelism(config, mesh, dtype)
+    specs = trainable.specs(parallel.weight_specs())
+    setup = Setup(config, parallel, trainable, optimizer, specs)
 
     # How the state and batches are split over the mesh.
     initial = functools.partial(initial_state, setup)

@@ -24,9 +24,8 @@ class FullWeights:
 
     # How much of each parameter is trained, see ``training_flops_per_token``; None is all.
     shares: Mapping[str, float] | None = None
-    load_dtype: Any = (
-        jnp.float32
-    )  # in which weights are read from a checkpoint; None keeps each one's own
+    # In which dtype weights are read from a checkpoint; None keeps each one's own.
+    load_dtype: Any = jnp.float32
 
     def convert(self, path: str, stack: Any) -> Any:
         """Return what takes the place of a parameter as soon as it is read."""
@@ -81,7 +80,7 @@ class SelectedWeights(FullWeights):
     shares: Mapping[str, float] | None
 
     def specs(self, weights: Any) -> tuple[Any, Any, Any]:
-        """Return the same, with gradients of the selected parameters alone."""
+        """Return the specs, with gradients of the selected parameters alone."""
         flat = flatten_dict(weights, sep="/")
         gradients = unflatten_dict({path: flat[path] for path in self.selection}, sep="/")
         return weights, PartitionSpec(), gradients
@@ -103,7 +102,7 @@ class SelectedWeights(FullWeights):
         return unflatten_dict(flat, sep="/")
 
     def assemble(self, variables: Params, weights: Params) -> tuple[Params, Params]:
-        """Return the same; the variable of a stack with some trained layers is a whole stack."""
+        """Return parameters and variables; one of some layers becomes a stack of all layers."""
         shapes: Any = flatten_dict(weights, sep="/")
         flat: Any = flatten_dict(variables, sep="/")
         for path, layers in self.selection.items():

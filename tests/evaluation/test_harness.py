@@ -55,9 +55,8 @@ QUESTIONS = [
         zip(SENTENCES, ["here", "there ", "on the mat"], strict=True)
     )
 ] + [{"question": "", "choices": ["cat", "the mat is on the cat", "a", "🙂"], "answer": 3}]
-TEXTS = [
-    {"text": sentence} for sentence in [*SENTENCES, " ".join(SENTENCES * 2), "a"]
-]  # the fourth: several windows
+# The fourth: several windows.
+TEXTS = [{"text": sentence} for sentence in [*SENTENCES, " ".join(SENTENCES * 2), "a"]]
 TASKS = {
     "local_choices": {
         "output_type": "multiple_choice",

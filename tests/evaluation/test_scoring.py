@@ -113,9 +113,8 @@ def test_rows_of_all_lengths_take_two_compilations():
     for lengths in ((), range(1, 50), range(49, 0, -1), range(1, 49, 3)):
         token_log_probs(MODEL, [[1] * length for length in lengths], batch_size=BATCH)
         sizes.append(scoring._score._cache_size())
-    assert (
-        sizes[1] <= sizes[0] + 2
-    )  # up to 32 tokens, and the context of 48; other tests may have run before
+    # Up to 32 tokens, and the context of 48; other tests may have run before.
+    assert sizes[1] <= sizes[0] + 2
     assert sizes[1] == sizes[2] == sizes[3]
 
 

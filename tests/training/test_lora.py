@@ -156,9 +156,8 @@ def test_adapters_alone_are_trained():
     trained = sum(leaf.nbytes for leaf in jax.tree.leaves(state.params))
     moments = sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim)
     assert moments == 2 * trained
-    assert trained == 4 * 2 * 4 * (
-        192 + 128 + 128 + 192 + 3 * 160
-    )  # bytes, layers, rank, inputs and outputs
+    # Bytes, layers, rank, inputs and outputs.
+    assert trained == 4 * 2 * 4 * (192 + 128 + 128 + 192 + 3 * 160)
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])

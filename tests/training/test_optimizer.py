@@ -123,17 +123,15 @@ def test_a_warm_up_over_all_steps_still_ends_at_the_floor():
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_warm_up_is_rounded_up_and_the_optimizer_counts_its_own_updates(name):
-    config = OptimizerConfig(
-        name, learning_rate=0.5, warmup_fraction=0.15, weight_decay=0.0
-    )  # 1.5 of 10 steps: 2
+    # 1.5 of 10 steps: 2.
+    config = OptimizerConfig(name, learning_rate=0.5, warmup_fraction=0.15, weight_decay=0.0)
     optimizer = make_optimizer(config, 10)
     params = jax.tree.map(jnp.asarray, random_params(MODEL, 0))
     state, moved, update = optimizer.init(params), [], jax.jit(optimizer.update)
     for _ in range(3):
         updates, state = update(jax.tree.map(jnp.ones_like, params), state, params)
-        moved.append(
-            -float(updates["final_norm"][0])
-        )  # a constant gradient moves by the learning rate
+        # A constant gradient moves by the learning rate.
+        moved.append(-float(updates["final_norm"][0]))
     falling = 0.05 + 0.45 * (1 + math.cos(math.pi / 8)) / 2
     np.testing.assert_allclose(moved, [0.25, 0.5, falling], rtol=1e-4)
 
@@ -345,9 +343,8 @@ def test_adafactor_keeps_rows_and_columns_of_every_matrix():
     )
     factors += 3 * (2048 + 8192)
     norms = 2 * 2048
-    placeholders = (
-        7 + 2 * 2
-    )  # of optax, one number each: a factored matrix has no whole moment, a norm no factors
+    # Of optax, one number each: a factored matrix has no whole moment, a norm no factors.
+    placeholders = 7 + 2 * 2
     embedding, final_norm, counts = (
         128_256 + 2048 + 1,
         2048 + 2,
@@ -366,9 +363,8 @@ ADAPTER = {"wq": {"a": np.ones((2, 8, 3)), "b": np.ones((2, 3, 8)), "magnitude":
     [
         WHOLE,
         {"layers": ADAPTER},
-        {
-            "layers": {name: WHOLE["layers"][name][:1] for name in ("wo", "attn_norm")}
-        },  # of one layer
+        # Of one layer.
+        {"layers": {name: WHOLE["layers"][name][:1] for name in ("wo", "attn_norm")}},
         {"final_norm": WHOLE["final_norm"]},
     ],
     ids=["whole", "adapter", "part", "no matrix"],

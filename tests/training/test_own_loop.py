@@ -149,9 +149,8 @@ def test_batches_of_ones_own_train_and_go_on(tmp_path, training):
     )
     jax.tree.map(np.testing.assert_array_equal, one, other)
     first = jllama.initial_params(jax.random.split(jax.random.key(0))[0], SMALL)
-    np.testing.assert_allclose(
-        one["lm_head"], first["lm_head"], rtol=1e-6, atol=1e-8
-    )  # which is frozen
+    # Which is frozen.
+    np.testing.assert_allclose(one["lm_head"], first["lm_head"], rtol=1e-6, atol=1e-8)
 
 
 def test_what_is_evaluated_saved_and_loaded_is_the_running_mean(tmp_path):
@@ -291,11 +290,11 @@ def test_options_of_a_corpus_are_refused_beside_ones_own_batches(tmp_path):
     config = a_config(tmp_path / "run")
     corpus = dataclasses.replace(config, data=jllama.DataConfig(path="texts/"))
     with pytest.raises(
-        jllama.UsageError, match=r"data is .*; it must be left out with batches of one's own"
+        jllama.UsageError, match=r"data is .*; it must be left out with your own batches"
     ):
         train(corpus, data=source())
     with pytest.raises(
-        jllama.UsageError, match=r"training.epochs is 2.*; it must be 0 with batches of one's own"
+        jllama.UsageError, match=r"training.epochs is 2.*; it must be 0 with your own batches"
     ):
         train(a_config(tmp_path / "run", steps=1000, epochs=2), data=source())
 

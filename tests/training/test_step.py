@@ -24,9 +24,8 @@ from jllama.verify.checks import relative_error
 
 BOS, CONFIG, WEIGHTS = 1, SMALL, weights(SMALL)
 MESH = make_mesh(MeshConfig(), jax.devices()[:1])
-QUICK = {
-    "xla_backend_optimization_level": 0
-}  # half the time to compile; the arithmetic is the same
+# Half the time to compile; the arithmetic is the same.
+QUICK = {"xla_backend_optimization_level": 0}
 
 
 def make_windows():
@@ -142,9 +141,8 @@ def test_accumulation_gives_the_gradient_of_the_whole():
     assert len(set(counts)) > 2
     whole, whole_metrics = gradients()
     parts, parts_metrics = gradients(accumulation=4)
-    assert_trees_close(
-        parts, whole, 3e-6
-    )  # the order of the sums differs; a mean of means is off by 1e-2
+    # The order of the sums differs; a mean of means is off by 1e-2.
+    assert_trees_close(parts, whole, 3e-6)
     assert_trees_close(parts_metrics, whole_metrics, 1e-6)
 
 
@@ -226,9 +224,8 @@ def test_small_steps_move_the_float32_masters_under_bfloat16():
         # Under an all but constant gradient Adam moves by its learning rate: 100 times 1e-6.
         assert np.median(np.abs(low)) == pytest.approx(1e-4, rel=0.1)
         assert np.mean(np.sign(low) == np.sign(high)) > 0.95
-        assert (
-            relative_error(low, high) > 1e-2
-        )  # bfloat16 is really used: losses and norms may be near by chance
+        # Bfloat16 is really used: losses and norms may be near by chance.
+        assert relative_error(low, high) > 1e-2
 
 
 def test_eval_sums_do_not_depend_on_the_batching():
