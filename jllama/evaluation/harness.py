@@ -44,10 +44,9 @@ class JllamaLM(TemplateLM):
     Example::
 
         lm_eval.simple_evaluate(JllamaLM("runs/quickstart"), tasks=["arc_easy"])
+        lm_eval.simple_evaluate("jllama", model_args={"pretrained": path}, tasks=["arc_easy"])
 
-
-    Importing this module registers it as ``jllama``: ``simple_evaluate("jllama",
-    model_args={"pretrained": path})``.
+    The second form needs this module to be imported, which registers the name.
 
     BOS stands where lm-eval's Hugging Face model puts it, so that results compare: before every
     text if the tokenizer adds it, and alone before a continuation without context.

@@ -212,13 +212,12 @@ class TrainConfig:
         model: the architecture; with ``init_from`` that of the checkpoint is used instead.
         init_from: a checkpoint to begin from, by folder, file or hub id; on the command line the
             defaults are then batch size 4 and learning rate 2e-5.
-        preset: the name of a released Llama, instead of ``model``: ``llama3.2-1b``.
+        preset: a released Llama instead of ``model``: ``llama3.2-1b``.
         rope_factor: with ``init_from``, the RoPE scaling factor, which Meta's params.json does not
             have.
         run_dir: the folder of the run.
         seed: of the initial weights, the order of the data, and the samples.
-        resume: ``auto`` continues the run in ``run_dir`` if there is one, a folder continues the
-            run in it, and ``never`` refuses.
+        resume: ``auto`` continues a run in ``run_dir``, a folder the run in it, and ``never`` refuses.
         resume_with_changes: continue although the learning rate, the steps or another option that
             affects the outcome has changed.
         overwrite: remove the run in ``run_dir``, unless it is resumed; its name must be typed,
