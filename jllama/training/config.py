@@ -217,7 +217,8 @@ class TrainConfig:
             have.
         run_dir: the folder of the run.
         seed: of the initial weights, the order of the data, and the samples.
-        resume: ``auto`` continues a run in ``run_dir``, a folder the run in it, and ``never`` refuses.
+        resume: ``auto`` continues a run in ``run_dir``, a folder the run in it, and ``never``
+            refuses.
         resume_with_changes: continue although the learning rate, the steps or another option that
             affects the outcome has changed.
         overwrite: remove the run in ``run_dir``, unless it is resumed; its name must be typed,
