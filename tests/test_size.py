@@ -30,7 +30,7 @@ CORE = [
     "training",
     "generation",
 ]
-ADD_ONS = ["serve", "plan", "verify", "check", "harness", "commands/bench"]
+ADD_ONS = ["serve", "plan", "verify", "check", "evaluation/harness", "commands/bench"]
 LAYOUT = {
     tokenize.COMMENT,
     tokenize.NL,

@@ -238,7 +238,7 @@ def starting_bytes(config: TrainConfig, training: Training) -> int:
     """
     if not config.trains_adapters or config.lora.base not in ("int8", "nf4"):
         return 0
-    _, quantize = training.trainable.reading()
+    quantize = training.trainable.convert
     shapes = {
         path: shape_of(row, config.model) for path, row in parameter_table(config.model).items()
     }
