@@ -508,7 +508,7 @@ WRONG_PARAMS = {
     "true layers": ({"n_layers": True}, "n_layers true"),
     "absurdly many layers": (
         {"n_layers": 10**9},
-        "num_layers is 1,000,000,000, and no Llama's is over 10,000",
+        "num_layers is 1,000,000,000; it must be at most 10,000",
     ),
     "one layer more": (
         {"n_layers": 3},
@@ -517,7 +517,7 @@ WRONG_PARAMS = {
     "one layer fewer": ({"n_layers": 1}, r"layers\.1\.ffn_norm\.weight is \[32\], expected none"),
     "absurd dim": (
         {"dim": 2**30, "multiple_of": None, "ffn_dim_multiplier": None},
-        "embed_dim is 1,073,741,824, and no Llama's is over 1,048,576",
+        "embed_dim is 1,073,741,824; it must be at most 1,048,576",
     ),
     "a dim past all bounds": ({"dim": 10**400}, "has dim 1000"),
     "heads that do not divide": ({"n_heads": 5}, "params.json: .*not divisible by num_heads 5"),
