@@ -1,13 +1,15 @@
-"""Peak private memory and time of converting, loading and sampling from 1.1 billion random parameters, in every format.
+"""Peak private memory and time of converting, loading and sampling 1.1 billion random parameters.
 
-The shape is TinyLlama's, which every format can hold. Private memory is a process's anonymous pages (``RssAnon`` in
-``/proc/PID/status``: the interpreter and its libraries included, mapped files not), sampled every 5 ms, so Linux only.
-The bound is the model's size in the target dtype plus 1 GB. Needs about 10 GB of disk.
+The shape is TinyLlama's, which every format can hold. Private memory is anonymous pages,
+``RssAnon`` in ``/proc/PID/status`` (of Linux), sampled every 5 ms. It includes the interpreter and
+its libraries, but not mapped files. The bound is the model's size in the target dtype plus 1 GB.
+Needs about 10 GB of disk.
 
     python benchmarks/checkpoint_memory.py --folder /some/disk
-    python benchmarks/checkpoint_memory.py --versions before=/its/checkout after=. --repeats 5 --only gguf_q8_0
+    python benchmarks/checkpoint_memory.py --versions before=/its/checkout after=. --repeats 5
 
-With several versions each measurement is taken of one after the other, and again; the medians count.
+With several versions, each measurement is made in one after the other, and repeated; the result is
+the median.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ STORED = {
     "orbax_float32": ("orbax", "float32"),
     "orbax_bfloat16": ("orbax", "bfloat16"),
 }
-"""What is converted to (from ``hf_bfloat16``) and then loaded: a name, and the arguments ``to`` and ``dtype``."""
+"""What ``hf_bfloat16`` is converted to, and what is then loaded: arguments ``to`` and ``dtype``."""
 BYTES = {"float32": 4, "bfloat16": 2, "q8_0": 34 / 32, "int8": 1}
 
 LOAD = """
@@ -50,14 +52,16 @@ start_s = time.perf_counter()
 jax.block_until_ready(jllama.load(sys.argv[1], sys.argv[2]).for_decoding().params)
 print(time.perf_counter() - start_s)
 """
-"""What a text is decoded with, from a file; prints the seconds that this took."""
+"""Loads weights for decoding, and prints the seconds that this took."""
 
 
 class RandomTensor:
-    """A matrix of normal numbers that is never in memory whole."""
+    """A matrix of random normal numbers, of which only the rows that are read are in memory."""
 
     def __init__(self, shape: tuple[int, ...], seed: int) -> None:
-        self.shape, self.dtype, self._seed = shape, np.dtype(np.float32), seed
+        self.shape = shape
+        self.dtype = np.dtype(np.float32)
+        self._seed = seed
 
     def __getitem__(self, rows: slice) -> np.ndarray:
         rng = np.random.default_rng((self._seed, rows.start))
@@ -65,7 +69,7 @@ class RandomTensor:
 
 
 def make(folder: Path) -> None:
-    """The model as Hugging Face has it, with a tokenizer of as many tokens as its embedding has rows."""
+    """Write the model in Hugging Face's format, with a tokenizer for all rows of its embedding."""
     import jllama
     from jllama.checkpoints.huggingface import write
     from jllama.checkpoints.tensors import Checkpoint
@@ -88,9 +92,13 @@ def make(folder: Path) -> None:
 
 
 def measured(version: Path, *command: str | Path) -> dict[str, float]:
-    """Run Python with a version's package: its peak private memory and its time, of a script the one that it prints."""
+    """Run Python with a version's package, and return its peak private memory and its time.
+
+    The time of a script (``-c``) is the one that it prints.
+    """
     environment = os.environ | {"PYTHONPATH": str(version), "JAX_PLATFORMS": "cpu"}
-    start_s, peak_bytes = time.perf_counter(), 0
+    start_s = time.perf_counter()
+    peak_bytes = 0
     process = subprocess.Popen(
         [sys.executable, *map(str, command)],
         stdout=subprocess.PIPE,
@@ -111,12 +119,44 @@ def measured(version: Path, *command: str | Path) -> dict[str, float]:
     return {"peak_private_bytes": peak_bytes, "wall_s": round(wall_s, 2)}
 
 
+def measure(
+    versions: dict[str, Path], repeats: int, model_bytes: int, *command: str | Path, target: Path
+) -> dict[str, Any]:
+    """Run a command with each version, and return the medians of what it takes.
+
+    Args:
+        versions: their checkouts by name.
+        repeats: how often each runs.
+        model_bytes: the size of the model in the target dtype.
+        command: arguments of Python.
+        target: removed before each run.
+    """
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in versions}
+    for _ in range(repeats):
+        for name, checkout in versions.items():
+            remove(target)
+            runs[name].append(measured(checkout, *command))
+    result: dict[str, Any] = {"model_bytes": model_bytes}
+    for name, figures in runs.items():
+        medians = {key: statistics.median(run[key] for run in figures) for key in figures[0]}
+        within_bound = medians["peak_private_bytes"] <= model_bytes + 1e9
+        result[name] = {**medians, "within_bound": within_bound}
+    return result
+
+
+def remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def main() -> None:
-    """Make the model, measure every format in every version, and write the figures down."""
+    """Make the model, measure every format in every version, and write down the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--folder", help="where to put the models; a temporary folder without it")
+    parser.add_argument("--folder", help="where to put the models; by default a temporary folder")
     parser.add_argument("--versions", nargs="+", default=[f"now={ROOT}"], metavar="NAME=CHECKOUT")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--only", nargs="+", choices=STORED, default=list(STORED))
@@ -126,46 +166,39 @@ def main() -> None:
     import jllama
     from jllama.parameters import count_parameters
 
-    versions = {
-        name: Path(path).resolve()
-        for name, _, path in (each.partition("=") for each in arguments.versions)
-    }
+    versions = {}
+    for version in arguments.versions:
+        name, _, path = version.partition("=")
+        versions[name] = Path(path).resolve()
     number = count_parameters(jllama.preset(PRESET))
     results: dict[str, Any] = {"convert_from_hf_bfloat16": {}, "load": {}, "sample": {}}
-
-    def measure(
-        kind: str, name: str, dtype: str, *command: str | Path, target: Path | None = None
-    ) -> None:
-        times: dict[str, list[dict[str, float]]] = {version: [] for version in versions}
-        for _ in range(arguments.repeats):
-            for version, path in versions.items():
-                if target is not None and target.exists():
-                    shutil.rmtree(target) if target.is_dir() else target.unlink()
-                times[version].append(measured(path, *command))
-        results[kind][name] = {"model_bytes": int(number * BYTES[dtype])}
-        for version, each in times.items():
-            found = {key: statistics.median(one[key] for one in each) for key in each[0]}
-            within = found["peak_private_bytes"] <= number * BYTES[dtype] + 1e9
-            results[kind][name][version] = found | {"within_bound": within}
-        print(kind, name, json.dumps(results[kind][name]), flush=True)
-
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         source = Path(folder) / "hf_bfloat16"
+        nothing = Path(folder) / "nothing"
         make(source)
         for name in arguments.only:
             to, dtype = STORED[name]
             target = Path(folder) / name
-            if target != source:
-                command = ("-m", "jllama", "convert", source, target, "--to", to, "--dtype", dtype)
-                measure("convert_from_hf_bfloat16", name, dtype, *command, target=target)
+            convert = ("-m", "jllama", "convert", source, target, "--to", to, "--dtype", dtype)
+            sample = ("sample.py", target, "--prompt", "a", "--max_new_tokens", "2")
+            jobs = [("convert_from_hf_bfloat16", name, dtype, convert, target)]
+            if target == source:
+                jobs = []
             for dtype in ("float32", "bfloat16"):
-                measure("load", f"{name} as {dtype}", dtype, "-c", LOAD, target, dtype)
-            command = ("sample.py", target, "--prompt", "a", "--max_new_tokens", "2")
+                load = ("-c", LOAD, target, dtype)
+                jobs.append(("load", f"{name} as {dtype}", dtype, load, nothing))
             for dtype in ("float32", "bfloat16"):
-                measure("sample", f"{name} as {dtype}", dtype, *command, "--dtype", dtype)
-            measure("sample", f"{name} as int8", "int8", *command, "--quantize", "int8")
+                command = (*sample, "--dtype", dtype)
+                jobs.append(("sample", f"{name} as {dtype}", dtype, command, nothing))
+            command = (*sample, "--quantize", "int8")
+            jobs.append(("sample", f"{name} as int8", "int8", command, nothing))
+            for kind, case, dtype, command, removed in jobs:
+                model_bytes = int(number * BYTES[dtype])
+                result = measure(versions, arguments.repeats, model_bytes, *command, target=removed)
+                results[kind][case] = result
+                print(kind, case, json.dumps(result), flush=True)
             if target != source:
-                shutil.rmtree(target) if target.is_dir() else target.unlink()
+                remove(target)
     results["parameters"] = number
     results["machine"] = (
         f"{os.cpu_count()} CPUs, {platform.platform()}, Python {platform.python_version()}"

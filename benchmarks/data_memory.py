@@ -1,7 +1,10 @@
-"""Peak memory and time of preparing a large text file: ``python benchmarks/data_memory.py [megabytes] [tokenizer]``.
+"""Peak memory and time of preparing a large text file.
 
-The text is synthetic: words of a made-up vocabulary with Zipf's frequencies, in lines of 12. Each kind of file and
-tokenizer is prepared in a process of its own, whose peak is the kernel's (``ru_maxrss``).
+    python benchmarks/data_memory.py [megabytes] [tokenizer]
+
+The text is synthetic: words of a made-up vocabulary with Zipf's frequencies, in lines of 12. Each
+kind of file and tokenizer is prepared in its own process, whose peak memory the kernel reports
+(``ru_maxrss``).
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ print(json.dumps({
 
 
 def write_text(path: Path, megabytes: int) -> None:
-    """Write about so many megabytes of text, packed if the name says so."""
+    """Write about ``megabytes`` MB of text, compressed if the name ends in ``.gz``."""
     rng = np.random.default_rng(0)
     letters = np.array(list("etaoinshrdlucmfwygpbvkqjxz"))
     words = np.array(
@@ -52,7 +55,7 @@ def write_text(path: Path, megabytes: int) -> None:
 
 
 def main(megabytes: int, tokenizers: list[str]) -> None:
-    """Print what was found and write it to ``RESULT``."""
+    """Measure, print the results and write them to ``RESULT``."""
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in ("a.txt", "a.txt.gz"):

@@ -1,7 +1,8 @@
-"""Damaged and hostile checkpoints: every one must load harmlessly or be refused with a ``JllamaError``, at once.
+"""Damaged and hostile checkpoints: each must load harmlessly or be refused with a ``JllamaError``.
 
-Small models are written in each format, a file of a copy is mutated (seeded, so a number names a mutation for ever),
-and a worker process with limits of time and memory loads it, tokenizes a text and runs the oracle on a few tokens.
+Small models are written in each format, and a file of a copy is mutated. The seed is the number of
+the mutation, so a number always names the same one. A worker process with limits of time and memory
+loads the copy, tokenizes a text and runs the oracle on a few tokens.
 
     python benchmarks/fuzz_files.py --mutations 400
     python benchmarks/fuzz_files.py --formats gguf --first 17 --mutations 1 --keep /tmp/look
@@ -25,7 +26,7 @@ import tempfile
 import time
 import traceback
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -35,39 +36,61 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "fuzz_files.json"
 ADAPTERS = ("peft", "gguf-lora")
-"""Formats of adapters, of which the base is a whole model."""
+"""Formats of adapters, whose base is a whole model."""
 
 FORMATS = ("gguf", "hf", "meta", "llama2c", "orbax", *ADAPTERS)
 OUTCOMES = ("refused", "loaded", "other exception", "hang", "crash", "memory", "unprintable")
-"""The first two are as they should be."""
+"""Of loading a mutated model; only the first two are right."""
 
 TIME_LIMIT_S = 30
-MEMORY_LIMIT_BYTES = (
-    1 << 30
-)  # more than this on top of what the worker had is too much for models of 200 kB
-ADDRESS_LIMIT_BYTES = 24 << 30  # jax and tensorstore reserve several GiB that they never touch
+MEMORY_LIMIT_BYTES = 1 << 30
+"""Added to what the worker had; much more than models of 200 kB need."""
+ADDRESS_LIMIT_BYTES = 24 << 30
+"""jax and tensorstore reserve several GiB that they never touch."""
 
 Random = random.Random
 NASTY: tuple[Any, ...] = (
-    *(None, True, False, 0, -1, 1, 2, 3, 7, 1.5, -0.0, 1e-300, 1e308, float("nan"), float("inf")),
-    *(
-        2**15,
-        2**31 - 1,
-        2**31,
-        2**32 - 2,
-        2**63 - 1,
-        2**64,
-        10**30,
-        "",
-        "a",
-        "\0",
-        "é" * 1000,
-        "../../etc/passwd",
-    ),
-    *("\x1b[2J\x1b]0;title\x07", "n" * 100_000),
-    *([], {}, [[]], {"": {}}, [1, 2], ["x"] * 1000, {"content": []}, "0x10", "1e400", "(a+)+$"),
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    2,
+    3,
+    7,
+    1.5,
+    -0.0,
+    1e-300,
+    1e308,
+    float("nan"),
+    float("inf"),
+    2**15,
+    2**31 - 1,
+    2**31,
+    2**32 - 2,
+    2**63 - 1,
+    2**64,
+    10**30,
+    "",
+    "a",
+    "\0",
+    "é" * 1000,
+    "../../etc/passwd",
+    "\x1b[2J\x1b]0;title\x07",
+    "n" * 100_000,
+    [],
+    {},
+    [[]],
+    {"": {}},
+    [1, 2],
+    ["x"] * 1000,
+    {"content": []},
+    "0x10",
+    "1e400",
+    "(a+)+$",
 )
-"""What a value in a JSON or YAML file is replaced by."""
+"""Values that replace one in a JSON or YAML file."""
 
 NUMBERS = (
     0,
@@ -87,10 +110,11 @@ NUMBERS = (
     2**63,
     2**64 - 1,
 )
+"""Numbers that replace one in a binary file."""
 
 
 def write_models(folder: Path) -> None:
-    """One model in each format, and with each kind of tokenizer that the format can hold; and adapters of one."""
+    """Write a model in each format, with each kind of tokenizer that it can hold, and adapters."""
     from jllama.checkpoints.registry import save
     from jllama.config import LlamaConfig
     from jllama.language_model import LanguageModel
@@ -120,12 +144,9 @@ def write_models(folder: Path) -> None:
     vocabulary = Vocabulary(tokens, kinds, 1, 2, merges=merges, pre="llama-bpe")
     byte_level = HuggingFaceTokenizer.from_vocabulary(vocabulary)
     for format in FORMATS[: -len(ADAPTERS)]:
-        save(
-            LanguageModel(plain, random_params(plain, 0), pieces, None, (2,)),
-            folder / format / "pieces",
-            format,
-        )
-        if format != "llama2c":  # which holds neither scaling nor another tokenizer
+        model = LanguageModel(plain, random_params(plain, 0), pieces, None, (2,))
+        save(model, folder / format / "pieces", format)
+        if format != "llama2c":  # llama2.c holds neither scaling nor another tokenizer
             template = "{% for message in messages %}{{ message.content }}{% endfor %}"
             model = LanguageModel(scaled, random_params(scaled, 1), byte_level, template, (2, 5))
             save(model, folder / format / "byte_level", format, "bfloat16")
@@ -133,7 +154,7 @@ def write_models(folder: Path) -> None:
 
 
 def write_adapters(folder: Path, config: Any) -> None:
-    """An adapter of the model with pieces, in each format: of rank 4, and in PEFT's with DoRA's magnitudes."""
+    """Write an adapter of rank 4 of the model with pieces, in each format; PEFT's is a DoRA."""
     import numpy as np
 
     from jllama.checkpoints.adapters import Adapter
@@ -143,25 +164,25 @@ def write_adapters(folder: Path, config: Any) -> None:
 
     rng = np.random.default_rng(0)
     for format, is_dora in (("peft", True), ("gguf-lora", False)):
-        lora, tensors = LoraConfig(rank=4, targets=("wq", "wv", "w_down"), dora=is_dora), {}
+        lora = LoraConfig(rank=4, targets=("wq", "wv", "w_down"), dora=is_dora)
+        tensors = {}
         for spec in tensor_specs(config):
             if spec.path.removeprefix("layers/") in lora.targets:
                 outputs, inputs = spec.shape
-                sizes = {"a": (4, inputs), "b": (outputs, 4)} | (
-                    {"magnitude": (outputs,)} if is_dora else {}
-                )
+                sizes: dict[str, tuple[int, ...]] = {"a": (4, inputs), "b": (outputs, 4)}
+                if is_dora:
+                    sizes["magnitude"] = (outputs,)
                 for name, size in sizes.items():
                     tensors[f"{spec.key}/{name}"] = rng.standard_normal(size).astype(np.float32)
         target = folder / format / "adapter"
         target.parent.mkdir()
         if not ADAPTER_FORMATS[format].is_file:
             target.mkdir()
-        ADAPTER_FORMATS[format].write(
-            Adapter(lora, tensors, config, target), target, None, lambda _: None
-        )
+        adapter = Adapter(lora, tensors, config, target)
+        ADAPTER_FORMATS[format].write(adapter, target, None, lambda _: None)
 
 
-# Mutations: each takes the chance to draw from and a file, and changes it.
+# Mutations: each changes a file as a random generator says.
 
 
 def flip_bits(rng: Random, path: Path) -> None:
@@ -173,7 +194,7 @@ def flip_bits(rng: Random, path: Path) -> None:
 
 
 def set_number(rng: Random, path: Path) -> None:
-    """A number of 4 or 8 bytes, aligned or not, near the beginning or anywhere."""
+    """Overwrite a number of 4 or 8 bytes, aligned or not, near the beginning or anywhere."""
     data = bytearray(path.read_bytes())
     width = rng.choice([4, 8])
     place = rng.randrange(rng.choice([len(data), min(len(data), 512)]))
@@ -194,11 +215,9 @@ def append(rng: Random, path: Path) -> None:
 def move_bytes(rng: Random, path: Path) -> None:
     """Take bytes out, put some in, or write one part over another."""
     data = bytearray(path.read_bytes())
-    first, second, count = (
-        rng.randrange(len(data)),
-        rng.randrange(len(data)),
-        rng.choice([1, 4, 8, 100]),
-    )
+    first = rng.randrange(len(data))
+    second = rng.randrange(len(data))
+    count = rng.choice([1, 4, 8, 100])
     match rng.randrange(3):
         case 0:
             del data[first : first + count]
@@ -210,7 +229,10 @@ def move_bytes(rng: Random, path: Path) -> None:
 
 
 def replace_by_special(rng: Random, path: Path) -> None:
-    """A pipe, a folder, a link that leads nowhere, in a circle or to a device; or nothing at all."""
+    """Replace a file by a pipe, a folder, another file, nothing, or a link.
+
+    The link leads nowhere, to itself or to a device.
+    """
     kind = rng.randrange(7)
     others = [other for other in path.parent.iterdir() if other.is_file() and other != path]
     path.unlink()
@@ -225,21 +247,8 @@ def replace_by_special(rng: Random, path: Path) -> None:
 
 
 def change_tree(rng: Random, tree: Any) -> Any:
-    """JSON or YAML content with one value changed, lost, renamed or copied elsewhere."""
-    places: list[tuple[Any, Any]] = []
-
-    def walk(node: Any) -> None:
-        for key, value in (
-            node.items()
-            if isinstance(node, dict)
-            else enumerate(node)
-            if isinstance(node, list)
-            else ()
-        ):
-            places.append((node, key))
-            walk(value)
-
-    walk(tree)
+    """Change, remove, rename or copy one value of JSON or YAML content; return the content."""
+    places = list(places_of(tree))
     if not places:
         return rng.choice(NASTY)
     short = [place for place in places if len(place[0]) < 40]  # rarely one of hundreds of tokens
@@ -259,8 +268,20 @@ def change_tree(rng: Random, tree: Any) -> Any:
     return tree
 
 
+def places_of(node: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield each container in a tree with each of its keys or indices."""
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(node, dict):
+        items = node.items()
+    elif isinstance(node, list):
+        items = enumerate(node)
+    for key, value in items:
+        yield node, key
+        yield from places_of(value)
+
+
 def broken_json(rng: Random, text: str) -> str:
-    """Text that no writer of JSON would write: nested for ever, a key twice, a number without end."""
+    """Return text that no writer of JSON writes: deeply nested, with a key twice, a long number."""
     deep = rng.choice([60, 1500, 200_000])
     place = rng.choice([index for index, char in enumerate(text) if char == ":"] or [0]) + 1
     new = rng.choice(
@@ -275,25 +296,25 @@ def broken_json(rng: Random, text: str) -> str:
     )
     if rng.random() < 0.2 and text.startswith("{"):
         return text[:-1] + "," + text[1:]  # every key twice
-    return (
-        text[:place] + new + text[place:].lstrip("0123456789.-truefalsn ")
-        if rng.random() < 0.7
-        else new
-    )
+    if rng.random() < 0.7:
+        return text[:place] + new + text[place:].lstrip("0123456789.-truefalsn ")
+    return new
+
+
+def changed_json(rng: Random, text: str) -> str:
+    """Return changed JSON, which in one of five cases is broken."""
+    if rng.random() < 0.2:
+        return broken_json(rng, text)
+    return json.dumps(change_tree(rng, json.loads(text)))
 
 
 def change_json(rng: Random, path: Path) -> None:
-    text = path.read_text()
-    path.write_text(
-        broken_json(rng, text)
-        if rng.random() < 0.2
-        else json.dumps(change_tree(rng, json.loads(text)))
-    )
+    path.write_text(changed_json(rng, path.read_text()))
 
 
 def change_yaml(rng: Random, path: Path) -> None:
     text = path.read_text()
-    odd = [
+    odd_values = [
         "a: *x",
         "0001-99-99",
         "!!python/object/apply:os.getcwd []",
@@ -302,15 +323,16 @@ def change_yaml(rng: Random, path: Path) -> None:
         "[" * 3000,
         "&a [*a]",
     ]
+    # Aliases that would expand to 9**9 values.
     bomb = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
         f"{b}: &{b} [{','.join(['*' + a] * 9)}]\n" for a, b in itertools.pairwise("abcdefghi")
     )
     if rng.random() < 0.3:
         key = rng.choice([line.split(":")[0] for line in text.splitlines() if ":" in line])
-        lines = [
-            f"{key}: {rng.choice(odd)}" if line.startswith(f"{key}:") else line
-            for line in text.splitlines()
-        ]
+        lines = text.splitlines()
+        for index, line in enumerate(lines):
+            if line.startswith(f"{key}:"):
+                lines[index] = f"{key}: {rng.choice(odd_values)}"
         path.write_text("\n".join(lines) + "\n")
     elif rng.random() < 0.1:
         path.write_text(bomb + text.replace("num_layers: 2", "num_layers: *i"))
@@ -321,36 +343,26 @@ def change_yaml(rng: Random, path: Path) -> None:
 def change_safetensors_header(rng: Random, path: Path) -> None:
     data = path.read_bytes()
     end = 8 + int.from_bytes(data[:8], "little")
-    text = data[8:end].decode()
-    new = (
-        broken_json(rng, text.strip())
-        if rng.random() < 0.2
-        else json.dumps(change_tree(rng, json.loads(text)))
-    ).encode()
+    new = changed_json(rng, data[8:end].decode().strip()).encode()
     path.write_bytes(len(new).to_bytes(8, "little") + new + data[end:])
 
 
 def change_gguf(rng: Random, path: Path) -> None:
-    """A key's type or value, or a tensor's number of axes, sizes, type or offset."""
+    """Change a key's type or value, or a tensor's number of axes, sizes, type or offset."""
     data = bytearray(path.read_bytes())
-    names = (
-        [b"general.", b"llama.", b"tokenizer.", b"jllama."]
-        if rng.random() < 0.5
-        else [b"blk.", b"token_embd", b"output"]
-    )
-    places = [at for name in names for at in range(len(data)) if data.startswith(name, at)]
-    at = rng.choice(places)
-    end = at + struct.unpack_from("<Q", data, at - 8)[0]
-    if (
-        data[at : at + 4] in (b"blk.", b"toke", b"outp")
-        and b"." in data[at:end]
-        and data[at:end].endswith(b"weight")
-    ):
+    names = [b"blk.", b"token_embd", b"output"]
+    if rng.random() < 0.5:
+        names = [b"general.", b"llama.", b"tokenizer.", b"jllama."]
+    starts = [at for name in names for at in range(len(data)) if data.startswith(name, at)]
+    start = rng.choice(starts)
+    end = start + struct.unpack_from("<Q", data, start - 8)[0]
+    name = data[start:end]
+    if name[:4] in (b"blk.", b"toke", b"outp") and b"." in name and name.endswith(b"weight"):
         axes = struct.unpack_from("<I", data, end)[0]
         fields = [(end, 4)] + [(end + 4 + 8 * axis, 8) for axis in range(axes)]
         fields += [(end + 4 + 8 * axes, 4)] * 3 + [(end + 8 + 8 * axes, 8)]
     else:
-        fields = [(at - 8, 8), (end, 4), (end + 4, 4), (end + 4, 8), (end + 8, 8)]
+        fields = [(start - 8, 8), (end, 4), (end + 4, 4), (end + 4, 8), (end + 8, 8)]
     place, width = rng.choice(fields)
     old = int.from_bytes(data[place : place + width], "little")
     new = rng.choice([*NUMBERS, *range(35), old + 1, old - 1, old * 2, old // 2, old + 32])
@@ -359,19 +371,20 @@ def change_gguf(rng: Random, path: Path) -> None:
 
 
 def change_zip(rng: Random, path: Path) -> None:
-    """An entry of a file of torch.save, its checksum made right again: mostly the pickle."""
+    """Change an entry, mostly the pickle, of a file of torch.save, with a right checksum."""
     with zipfile.ZipFile(path) as archive:
         entries = [(info.filename, archive.read(info)) for info in archive.infolist()]
     index = next(i for i, (name, _) in enumerate(entries) if name.endswith("data.pkl"))
-    index = index if rng.random() < 0.8 else rng.randrange(len(entries))
+    if rng.random() >= 0.8:
+        index = rng.randrange(len(entries))
     name, content = entries[index]
-    place, kind = rng.randrange(max(1, len(content))), rng.randrange(5)
+    place = rng.randrange(max(1, len(content)))
+    kind = rng.randrange(5)
     if kind == 0:
         content = content[:place] + bytes([rng.randrange(256)]) + content[place + 1 :]
-    elif (
-        kind == 1
-    ):  # operations: a memo of 2**32, a long of 2**31 bytes, a global, a mark, a number
-        ops = [
+    elif kind == 1:
+        # Operations: a memo of 2**32, a long of 2**31 bytes, a global, a mark, a number.
+        operations = [
             b"r\xff\xff\xff\xff",
             b"\x8b\xff\xff\xff\x7f",
             b"cos\nsystem\n",
@@ -382,7 +395,7 @@ def change_zip(rng: Random, path: Path) -> None:
             b"J\xff\xff\xff\x7f",
             b"}",
         ]
-        content = content[:place] + rng.choice(ops) + content[place:]
+        content = content[:place] + rng.choice(operations) + content[place:]
     elif kind == 2:
         content = content[:place]
     elif kind == 3:
@@ -391,9 +404,8 @@ def change_zip(rng: Random, path: Path) -> None:
         name = rng.choice([name + "x", "../" + name, "/" + name, entries[0][0], ""])
     entries[index] = (name, content)
     new = io.BytesIO()
-    with zipfile.ZipFile(
-        new, "w", zipfile.ZIP_DEFLATED if rng.random() < 0.05 else zipfile.ZIP_STORED
-    ) as archive:
+    method = zipfile.ZIP_DEFLATED if rng.random() < 0.05 else zipfile.ZIP_STORED
+    with zipfile.ZipFile(new, "w", method) as archive:
         for entry, data in entries:
             archive.writestr(zipfile.ZipInfo(entry or "x"), data)
     path.write_bytes(new.getvalue())
@@ -410,102 +422,112 @@ STRUCTURED: dict[str, Callable[[Random, Path], None]] = {
 
 
 def mutate(rng: Random, model: Path) -> str:
-    """Mutate a model, given as a file or folder; what was done."""
-    files = (
-        [model] if model.is_file() else sorted(path for path in model.rglob("*") if path.is_file())
-    )
-    # Of a run's many files of arrays, and of files that say next to nothing, few are drawn.
+    """Mutate a file of a model, which is a file or a folder; return what was done."""
+    files = [model]
+    if model.is_dir():
+        files = sorted(path for path in model.rglob("*") if path.is_file())
+    # A run's many files of arrays, and files that say next to nothing, are drawn less often.
     weights = [0.3 if path.parent.name == "d" or path.suffix == ".txt" else 1.0 for path in files]
     path = rng.choices(files, weights)[0]
     structured = STRUCTURED.get(path.suffix)
     if not path.suffix and path.parent.name != "d" and path.read_bytes()[:1] == b"{":
         structured = change_json
-    chosen = structured if structured and rng.random() < 0.6 else rng.choice(ANY_FILE)
+    is_structured = structured is not None and rng.random() < 0.6
+    mutation = structured if is_structured else rng.choice(ANY_FILE)
     if path.stat().st_size == 0:
-        chosen = append
-    chosen(rng, path)
-    return f"{chosen.__name__} {path.name}"
+        mutation = append
+    mutation(rng, path)
+    return f"{mutation.__name__} {path.name}"
 
 
 def work(connection: Connection) -> None:
-    """A worker process: loads what it is told to, and tells how that went."""
+    """Load each path that the connection sends, in a worker process, and send back the outcome."""
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_LIMIT_BYTES, ADDRESS_LIMIT_BYTES))
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # notes, and the words of a library that panics
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hides notes, and the message of a panic in Rust
+    import jllama.oracle  # noqa: F401, so that the memory of imports is not counted
+
+    connection.send("ready")
+    while True:
+        path, base = connection.recv()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        outcome, message = load(path, base)
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        if used * 1024 > MEMORY_LIMIT_BYTES:
+            outcome = "memory"
+        connection.send((outcome, message[:300].encode("utf-8", "replace").decode()))
+
+
+def load(path: str, base: str | None) -> tuple[str, str]:
+    """Load a model, or an adapter with its base, and use it; return the outcome and a message."""
     import numpy as np
 
     import jllama
     from jllama import oracle
     from jllama.errors import JllamaError
 
-    connection.send("ready")
-    while True:
-        path, base = connection.recv()
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        try:
-            model = jllama.load(base or path, layout="training", adapter=path if base else None)
-            if model.tokenizer:
-                text = "The quick brown fox, 1 é\n\U0001f999" + "a" * 40 + "b"
-                model.tokenizer.decode(model.tokenizer.encode(text))
-                model.tokenizer.encode_with_special_tokens(text)
-            tokens = np.zeros((1, 3), np.int32)
-            with np.errstate(all="ignore"):
-                oracle.forward(model.params, tokens, model.config)
-            outcome, said = "loaded", ""
-        except JllamaError as error:
-            outcome, said = "refused", str(error)
-            if len(said) > 10_000 or not said.isprintable():
-                outcome = "unprintable"
-        except MemoryError as error:
-            outcome, said = "memory", repr(error)
-        except BaseException as error:  # a panic of Rust's is no Exception
-            frames = [
-                f for f in traceback.extract_tb(error.__traceback__) if "jllama/" in f.filename
-            ]
-            place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-            outcome, said = (
-                "other exception",
-                f"{type(error).__name__} at {place}: {str(error)[:200]}",
-            )
-        if (
-            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-        ) * 1024 > MEMORY_LIMIT_BYTES:
-            outcome = "memory"
-        connection.send((outcome, said[:300].encode("utf-8", "replace").decode()))
+    try:
+        model = jllama.load(base or path, layout="training", adapter=path if base else None)
+        if model.tokenizer:
+            text = "The quick brown fox, 1 é\n\U0001f999" + "a" * 40 + "b"
+            model.tokenizer.decode(model.tokenizer.encode(text))
+            model.tokenizer.encode_with_special_tokens(text)
+        with np.errstate(all="ignore"):
+            oracle.forward(model.params, np.zeros((1, 3), np.int32), model.config)
+        return "loaded", ""
+    except JllamaError as error:
+        message = str(error)
+        is_printable = len(message) <= 10_000 and message.isprintable()
+        return "refused" if is_printable else "unprintable", message
+    except MemoryError as error:
+        return "memory", repr(error)
+    except BaseException as error:  # a panic in Rust is no Exception
+        frames = traceback.extract_tb(error.__traceback__)
+        places = [
+            f"{Path(frame.filename).name}:{frame.lineno}"
+            for frame in frames
+            if "jllama/" in frame.filename
+        ]
+        place = places[-1] if places else ""
+        return "other exception", f"{type(error).__name__} at {place}: {str(error)[:200]}"
 
 
 class Worker:
-    """A process that is started again whenever a model has ended it, or it had to be."""
+    """A process that loads models; a new one starts after a model has ended it, or it hung."""
 
     def __init__(self) -> None:
         self._process: Any = None
 
     def load(self, path: Path, base: Path | None) -> tuple[str, str]:
-        """How loading a path went, an adapter's with its base: one of ``OUTCOMES``, and what was said."""
+        """Load a path, an adapter's with its base; return one of ``OUTCOMES`` and a message."""
         if self._process is None:
             context = multiprocessing.get_context("spawn")
-            self._connection, theirs = context.Pipe()
-            self._process = context.Process(target=work, args=(theirs,), daemon=True)
+            self._connection, remote = context.Pipe()
+            self._process = context.Process(target=work, args=(remote,), daemon=True)
             self._process.start()
-            theirs.close()
+            remote.close()
             self._connection.recv()
         self._connection.send((str(path), base and str(base)))
         try:
             if self._connection.poll(TIME_LIMIT_S):
                 return self._connection.recv()
-            outcome = "hang", f"no end in {TIME_LIMIT_S} s"
         except EOFError:
             self._process.join()
-            return self._ended("crash", f"exit code {self._process.exitcode}")
-        return self._ended(*outcome)
+            code = self._process.exitcode
+            self._end()
+            return "crash", f"exit code {code}"
+        self._end()
+        return "hang", f"no end in {TIME_LIMIT_S} s"
 
-    def _ended(self, outcome: str, said: str) -> tuple[str, str]:
+    def _end(self) -> None:
         self._process.kill()
         self._process.join()
         self._process = None
-        return outcome, said
 
 
 def main() -> None:
+    """Mutate and load, and print a table of outcomes by format."""
+    from common import table  # here, as workers need none of its imports
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -520,52 +542,61 @@ def main() -> None:
     )
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))  # this tree's jllama, in the workers too
-    worker, rows, problems = Worker(), {}, []
+    worker = Worker()
+    rows = {}
+    problems = []
     with tempfile.TemporaryDirectory() as scratch:
-        write_models(Path(scratch) / "models")
+        folder = Path(scratch) / "models"
+        place = Path(scratch) / "mutated"
+        write_models(folder)
         for format in options.formats:
-            models = sorted((Path(scratch) / "models" / format).iterdir())
-            counts, slowest_s = collections.Counter(dict.fromkeys(OUTCOMES, 0)), 0.0
+            models = sorted((folder / format).iterdir())
+            base = folder / "hf" / "pieces" if format in ADAPTERS else None
+            counts = collections.Counter(dict.fromkeys(OUTCOMES, 0))
+            slowest_s = 0.0
             for number in range(options.first, options.first + options.mutations):
+                # A copy of a random model, mutated.
                 rng = Random(f"{format} {number}")
-                source, place = rng.choice(models), Path(scratch) / "mutated"
+                source = rng.choice(models)
                 copy = place / f"model{'.gguf' if format.startswith('gguf') else ''}"
-                base = Path(scratch) / "models" / "hf" / "pieces" if format in ADAPTERS else None
                 place.mkdir()
-                shutil.copytree(source, copy) if source.is_dir() else shutil.copy(source, copy)
-                done = mutate(rng, copy)
-                began_s = time.perf_counter()
-                outcome, said = worker.load(copy, base)
-                slowest_s = max(slowest_s, time.perf_counter() - began_s)
+                if source.is_dir():
+                    shutil.copytree(source, copy)
+                else:
+                    shutil.copy(source, copy)
+                mutation = mutate(rng, copy)
+                # How it loads.
+                start_s = time.perf_counter()
+                outcome, message = worker.load(copy, base)
+                slowest_s = max(slowest_s, time.perf_counter() - start_s)
                 counts[outcome] += 1
                 if outcome not in OUTCOMES[:2]:
-                    problems.append(f"{format} {number} ({source.name}, {done}): {outcome}, {said}")
+                    case = f"{format} {number} ({source.name}, {mutation})"
+                    problems.append(f"{case}: {outcome}, {message}")
                     print(problems[-1], flush=True)
                     if options.keep:
-                        shutil.copytree(
-                            place,
-                            options.keep / f"{format}_{number}",
-                            symlinks=True,
-                            dirs_exist_ok=True,
-                            ignore=_pipes,
-                        )
+                        keep(place, options.keep / f"{format}_{number}")
                 shutil.rmtree(place)
             rows[format] = dict(counts) | {"slowest_s": round(slowest_s, 1)}
             print(format, rows[format], flush=True)
     columns = [*OUTCOMES, "slowest_s"]
-    print("\n| format | " + " | ".join(columns) + " |\n|---" * 1 + "|---" * len(columns) + "|")
-    for format, row in rows.items():
-        print(f"| {format} | " + " | ".join(str(row[column]) for column in columns) + " |")
+    print()
+    print(
+        table(["format", *columns], ([name, *map(row.get, columns)] for name, row in rows.items()))
+    )
     if options.output:
-        options.output.write_text(
-            json.dumps({"formats": rows, "problems": problems}, indent=2) + "\n"
-        )
+        result = {"formats": rows, "problems": problems}
+        options.output.write_text(json.dumps(result, indent=2) + "\n")
 
 
-def _pipes(folder: str, names: list[str]) -> list[str]:
-    return [
-        name for name in names if not (Path(folder, name).is_file() or Path(folder, name).is_dir())
-    ]
+def keep(mutated: Path, target: Path) -> None:
+    """Copy a mutated model, without its pipes and broken links."""
+    shutil.copytree(mutated, target, symlinks=True, dirs_exist_ok=True, ignore=_special_files)
+
+
+def _special_files(folder: str, names: list[str]) -> list[str]:
+    paths = {name: Path(folder, name) for name in names}
+    return [name for name, path in paths.items() if not (path.is_file() or path.is_dir())]
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""How a training step grows with sequence length, batch, depth and vocabulary: seconds, FLOPs and bytes.
+"""Seconds, FLOPs and bytes of a training step by length, batch, depth and vocabulary.
 
     python benchmarks/growth.py                  # all four
-    python benchmarks/growth.py --only seq_len   # the others stay as they were measured; with none, only draws
+    python benchmarks/growth.py --only seq_len   # keep the other measurements; without names, only
+    draw
 
-One quantity is doubled at a time, from a small Llama (width 128). Seconds are the least of several steps on this
-machine, FLOPs those of the formula (``training_flops_per_token``), bytes what XLA plans for the compiled step; steps
-that would take long are compiled and not run. A slope is that of the straight line through the logarithms of the last
-four points (of seconds and FLOPs, of those that were run): 1 where something doubles with the quantity, 2 where it
-becomes four times as much.
+One quantity is doubled at a time, starting with a small Llama (width 128). Seconds are the minimum
+over several steps on this machine, FLOPs follow the formula (``training_flops_per_token``), and
+bytes are what XLA plans for the compiled step. Steps that would take long are only compiled. A
+slope is that of a straight line through the logarithms of the last four points (for seconds and
+FLOPs, of those that were run): 1 if something doubles with the quantity, 2 if it becomes four times
+as much.
 
 Writes benchmarks/results/growth.json and docs/results/growth.svg.
 """
@@ -48,9 +50,12 @@ MEASURE_S = 1.0
 
 
 def measure(axis: str, value: int) -> dict[str, Any]:
-    """One point: what the compiled step holds and takes, and unless that is too long the seconds it needs."""
-    sizes = USUAL | ({"batch_size": 1} if axis == "seq_len" else {}) | {axis: value}
-    seq_len, batch_size = sizes["seq_len"], sizes["batch_size"]
+    """Measure one point: bytes of the compiled step, and its seconds unless it would take long."""
+    sizes = USUAL | {axis: value}
+    if axis == "seq_len":
+        sizes["batch_size"] = 1
+    seq_len = sizes["seq_len"]
+    batch_size = sizes["batch_size"]
     heads = {"embed_dim": 128, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 384}
     model = jllama.LlamaConfig(
         sizes["vocab_size"], num_layers=sizes["num_layers"], max_seq_len=seq_len, **heads
@@ -58,21 +63,23 @@ def measure(axis: str, value: int) -> dict[str, Any]:
     config = jllama.TrainConfig(
         model, training=jllama.LoopConfig(batch_size=batch_size, seq_len=seq_len)
     )
-    training, key = jllama.compile_training(config), jax.random.key(0)
+    training = jllama.compile_training(config)
+    key = jax.random.key(0)
     windows = np.random.default_rng(0).integers(2, sizes["vocab_size"], (batch_size, seq_len + 1))
     batch = jllama.text_batch(windows, bos_id=1)
     step = training.step.lower(jax.eval_shape(training.init, key), batch).compile()
-    held, taken = program_bytes(step)
+    state_bytes, temporary_bytes = program_bytes(step)
     point = {
         "size": value,
         "tokens": batch_size * seq_len,
         "attention": attention_of(config, training.mesh),
     }
-    point |= {"flops": training_flops_per_token(model, seq_len) * point["tokens"]}
-    point |= {"state_bytes": held, "temporary_bytes": taken, "step_s": None}
+    point["flops"] = training_flops_per_token(model, seq_len) * point["tokens"]
+    point |= {"state_bytes": state_bytes, "temporary_bytes": temporary_bytes, "step_s": None}
     if value <= RUN_UP_TO[axis]:
         state = training.init(key)
-        seconds, began_s = [], time.perf_counter()
+        seconds = []
+        began_s = time.perf_counter()
         while len(seconds) < 2 or time.perf_counter() - began_s < MEASURE_S:
             step_began_s = time.perf_counter()
             state, metrics = step(state, batch)
@@ -83,18 +90,19 @@ def measure(axis: str, value: int) -> dict[str, Any]:
 
 
 def slope(points: Sequence[dict[str, Any]], key: str) -> float:
-    """The exponent over the last four points."""
+    """Return the exponent over the last four points."""
     known = [point for point in points if point["step_s"] or key not in ("flops", "step_s")][-4:]
     logs = np.log(np.array([(point["size"], point[key]) for point in known], float))
     return round(float(np.polyfit(*logs.T, 1)[0]), 2)
 
 
 def draw(curves: dict[str, list[dict[str, Any]]]) -> Any:
-    """Seconds (with the formula's FLOPs as a dotted line through the last one) above, bytes below."""
+    """Draw seconds above, with the formula's FLOPs as a dotted line, and bytes below."""
     figure, charts = panels(len(AXES), rows=2)
     for column, (axis, points) in enumerate(curves.items()):
         run = [point for point in points if point["step_s"]]
-        x, last = [point["size"] for point in run], run[-1]
+        x = [point["size"] for point in run]
+        last = run[-1]
         charts[0][column].plot(
             x, [point["step_s"] for point in run], "o-", label="measured", markersize=4
         )
@@ -126,10 +134,11 @@ def main() -> None:
     )
     options = parser.parse_args()
     path = ROOT / "benchmarks" / "results" / "growth.json"
-    curves = (
-        json.loads(path.read_text())["points"] if options.only is not None and path.exists() else {}
-    )
-    for axis in AXES if options.only is None else options.only:
+    curves = {}
+    if options.only is not None and path.exists():
+        curves = json.loads(path.read_text())["points"]
+    axes = AXES if options.only is None else options.only
+    for axis in axes:
         curves[axis] = []
         for value in AXES[axis]:
             curves[axis].append(measure(axis, value))

@@ -1,11 +1,12 @@
-"""Kill a small run again and again, go on with ``--resume auto``, and compare its end with that of one left in peace.
+"""Kill a small run repeatedly, resume it, and compare its end with an undisturbed run's.
 
     python benchmarks/kill_runs.py --kills 40
     python benchmarks/kill_runs.py --kills 10 --lora
 
-Half of the kills (``SIGKILL``) come at a random moment, half within half a second of a save's beginning. Equal must be:
-every bit of the last checkpoint's parameters and optimizer state, and every line of the loss curve. Every checkpoint
-that is listed after a kill must be readable. With ``--lora`` adapters of a small random model learn from chats.
+Half of the kills (``SIGKILL``) come at a random moment, half within half a second after a save
+begins. Every bit of the last checkpoint's parameters and optimizer state must be equal, and every
+line of the loss curve. Every checkpoint that is listed after a kill must be readable. With
+``--lora``, adapters of a small random model learn from chats.
 """
 
 import argparse
@@ -71,7 +72,7 @@ def prepare_text(folder: Path, rng: random.Random) -> None:
 
 
 def prepare_chats(folder: Path, rng: random.Random) -> None:
-    """A random model to adapt, and questions with answers of many lengths."""
+    """Write a random model to adapt, and questions with answers of many lengths."""
     config = LlamaConfig(BytesTokenizer.vocab_size, **SETTINGS.pop("model"))
     save(
         LanguageModel(config, initial_params(jax.random.key(0), config), BytesTokenizer()),
@@ -116,7 +117,7 @@ def start(folder: Path, run: Path) -> subprocess.Popen:
 
 
 def result(run: Path) -> tuple[str, str]:
-    """Hashes of the last checkpoint's arrays, and of the loss curve."""
+    """Return hashes of the last checkpoint's arrays and of the loss curve."""
     arrays = hashlib.sha256()
     with ocp.StandardCheckpointer() as reader:
         for item in ("params", "state"):
@@ -140,7 +141,7 @@ def listed(run: Path) -> list[int]:
 
 
 def kill(process: subprocess.Popen, run: Path, rng: random.Random) -> bool:
-    """Kill it at a random moment, or just after the next save has begun; False if it ended before."""
+    """Kill a process at a random moment or during a save; return False if it ended before."""
     if rng.random() < 0.5:
         time.sleep(rng.uniform(0, 8))
     else:
@@ -153,29 +154,30 @@ def kill(process: subprocess.Popen, run: Path, rng: random.Random) -> bool:
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--kills", type=int, default=40)
-    options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--lora", action="store_true")
-    given = options.parse_args()
-    rng = random.Random(given.seed)
+    parser.add_argument("--kills", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lora", action="store_true")
+    options = parser.parse_args()
+    rng = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (prepare_chats if given.lora else prepare_text)(folder, rng)
+        prepare = prepare_chats if options.lora else prepare_text
+        prepare(folder, rng)
         (folder / "run.yaml").write_text(yaml.safe_dump(SETTINGS))
         peace = start(folder, folder / "peace")
         _, err = peace.communicate()
         assert peace.returncode == 0, err
-        wanted = result(folder / "peace")
+        expected = result(folder / "peace")
 
         kills = ends = failures = unreadable = different = left = 0
-        while kills < given.kills:
+        while kills < options.kills:
             ends += 1
             run = folder / f"run{ends}"
             finished = False
-            while not finished and kills < given.kills:
+            while not finished and kills < options.kills:
                 finished = not kill(start(folder, run), run, rng)
                 kills += not finished
                 for step in listed(run):
@@ -190,13 +192,14 @@ def main() -> int:
             left += len(
                 [path for path in (run / "checkpoints").iterdir() if not path.name.isdigit()]
             )
-            if result(run) != wanted:
+            if result(run) != expected:
                 different += 1
-                print(f"run {ends}: another end: {result(run)} instead of {wanted}")
+                print(f"run {ends}: another end: {result(run)} instead of {expected}")
             print(f"{kills} kills, {ends} runs", flush=True)
     print(
-        f"{kills} kills in {ends} runs of {STEPS} steps: {failures} could not go on, {unreadable} checkpoints listed, "
-        f"but not readable, {left} left-overs, {different} of {ends} ends with other bits or another curve"
+        f"{kills} kills in {ends} runs of {STEPS} steps: {failures} could not be resumed, "
+        f"{unreadable} checkpoints listed but not readable, {left} left-overs, "
+        f"{different} of {ends} ends with other bits or another curve"
     )
     return int(bool(failures or unreadable or different or left))
 

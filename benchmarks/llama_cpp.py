@@ -1,7 +1,8 @@
-"""GGUF files that jllama writes, run by llama.cpp: its log-probabilities beside those of the float64 oracle.
+"""GGUF files that jllama writes, run by llama.cpp: log-probabilities against the float64 oracle.
 
-Small random models with every kind of RoPE scaling that GGUF holds, 600 tokens each; beside each scaled one, how far
-off a reader that ignored the scaling would be. Needs llama.cpp as a Python package:
+Small random models with every kind of RoPE scaling that GGUF holds run on 600 tokens each. For each
+scaled one, the error of a reader that ignores the scaling is computed too. Needs llama.cpp as a
+Python package:
 
     pip install xllamacpp && python benchmarks/llama_cpp.py
 """
@@ -19,9 +20,9 @@ import numpy as np
 import xllamacpp
 
 from jllama import LanguageModel, LlamaConfig, oracle, save
-from jllama.parameters import map_by_path, parameter_table, shape_of
 from jllama.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
 from jllama.tokenizers import BytesTokenizer
+from jllama.verify.checks import random_params
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = LlamaConfig(
@@ -47,76 +48,66 @@ SCALINGS = {
 }
 
 
-def random_params() -> dict:
-    """Fan-in scaled weights and a unit embedding, so that every setting moves the logits."""
-    rng = np.random.default_rng(0)
-    params: dict = {"layers": {}}
-    for path, row in parameter_table(CONFIG).items():
-        sizes = dict(zip(row.axes, shape_of(row, CONFIG), strict=True))
-        inputs = 1 if path == "embed" else np.prod([sizes[axis] for axis in row.inputs])
-        drawn = rng.standard_normal(tuple(sizes.values())) / np.sqrt(inputs)
-        *parents, name = path.split("/")
-        (params[parents[0]] if parents else params)[name] = drawn if row.inputs else 1 + 0.1 * drawn
-    return map_by_path(lambda _, leaf: leaf.astype(np.float32), params)
-
-
 def oracle_log_probabilities(params: dict, config: LlamaConfig, tokens: list[int]) -> np.ndarray:
-    logits = oracle.forward(params, np.array([tokens]), config)[0, -1]
-    return logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+    """Return the oracle's log-probabilities of the token that follows."""
+    return np.log(oracle.softmax(oracle.forward(params, np.array([tokens]), config)[0, -1]))
 
 
 def llama_cpp_log_probabilities(path: Path, tokens: list[int]) -> np.ndarray:
+    """Return llama.cpp's log-probabilities of the token that follows; NaN where it gives none."""
     settings = xllamacpp.CommonParams()
-    settings.model.path, settings.n_ctx, settings.n_parallel, settings.warmup = (
-        str(path),
-        1024,
-        1,
-        False,
-    )
-    count = CONFIG.vocab_size
+    settings.model.path = str(path)
+    settings.n_ctx = 1024
+    settings.n_parallel = 1
+    settings.warmup = False
     request = {
         "prompt": tokens,
         "n_predict": 1,
-        "n_probs": count,
+        "n_probs": CONFIG.vocab_size,
         "temperature": 0.0,
         "cache_prompt": False,
     }
     answer = xllamacpp.Server(settings).handle_completions(request)
-    answer = json.loads(answer) if isinstance(answer, str) else answer
-    found = np.full(count, np.nan)
+    if isinstance(answer, str):
+        answer = json.loads(answer)
+    log_probs = np.full(CONFIG.vocab_size, np.nan)
     for entry in answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]:
-        found[entry["id"]] = entry["logprob"]
-    return found
+        log_probs[entry["id"]] = entry["logprob"]
+    return log_probs
 
 
 def main() -> None:
-    params = random_params()
+    """Compare every kind of scaling, print the differences, and write them down."""
+    params = random_params(CONFIG, 0)
     tokens = [1, *map(int, np.random.default_rng(0).integers(3, 259, 599))]
+    unscaled = oracle_log_probabilities(params, CONFIG, tokens)
     results = {}
     for name, scaling in SCALINGS.items():
         config = dataclasses.replace(CONFIG, rope_scaling=scaling)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.gguf"
             save(LanguageModel(config, params, BytesTokenizer()), path, "gguf")
-            found = llama_cpp_log_probabilities(path, tokens)
-        unscaled = oracle_log_probabilities(params, CONFIG, tokens)
+            log_probs = llama_cpp_log_probabilities(path, tokens)
+        expected = oracle_log_probabilities(params, config, tokens)
         results[name] = {
-            "tokens_with_a_probability": int(np.isfinite(found).sum()),
-            "largest_difference_from_the_oracle": float(
-                np.nanmax(np.abs(found - oracle_log_probabilities(params, config, tokens)))
-            ),
-            "if_the_scaling_were_ignored": float(np.nanmax(np.abs(found - unscaled)))
-            if scaling
-            else None,
+            "tokens_with_a_probability": int(np.isfinite(log_probs).sum()),
+            "largest_difference_from_the_oracle": largest_difference(log_probs, expected),
+            "if_the_scaling_were_ignored": None,
         }
+        if scaling:
+            ignored = largest_difference(log_probs, unscaled)
+            results[name]["if_the_scaling_were_ignored"] = ignored
         print(name, results[name], flush=True)
     results["versions"] = {
         package: importlib.metadata.version(package) for package in ("xllamacpp", "jax", "gguf")
     }
     results["machine"] = f"{platform.platform()}, Python {platform.python_version()}"
-    (ROOT / "benchmarks" / "results" / "llama_cpp.json").write_text(
-        json.dumps(results, indent=2) + "\n"
-    )
+    path = ROOT / "benchmarks" / "results" / "llama_cpp.json"
+    path.write_text(json.dumps(results, indent=2) + "\n")
+
+
+def largest_difference(actual: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.nanmax(np.abs(actual - expected)))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""GGUF LoRA files that jllama writes, run by llama.cpp beside their base: log-probabilities against the float64 oracle.
+"""GGUF LoRA files that jllama writes, run by llama.cpp, against the float64 oracle.
 
-A small random model whose heads share keys and values and are not as wide together as the embedding, 600 tokens, keys
-and values kept in float32, and an adapter of every matrix, about as strong as the base; beside it, how far off mistakes
-would be. Needs a Python that has llama.cpp:
+Log-probabilities are compared. The base is a small random model whose heads share keys and values
+and are together not as wide as the embedding. An adapter of every matrix is about as strong as the
+base. Both run on 600 tokens, with keys and values in float32. The errors of some mistakes are
+computed too. Needs a Python that has llama.cpp:
 
     pip install llama-cpp-python && python benchmarks/llama_cpp_lora.py
     python benchmarks/llama_cpp_lora.py --python OTHER/bin/python
@@ -45,12 +46,13 @@ CONFIG = LlamaConfig(
     max_seq_len=1024,
 )
 TOKENS = [1, *map(int, np.random.default_rng(0).integers(3, 259, 599))]
+# What a Python with llama.cpp runs: it saves the logits, and prints the version.
 PROGRAM = """
 import json, sys
 import llama_cpp, numpy
 base, adapter, tokens, out = sys.argv[1:]
-model = llama_cpp.Llama(base, lora_path=adapter or None, n_ctx=1024, n_batch=1024, logits_all=True, type_k=0, type_v=0,
-                        flash_attn=False, verbose=False)
+model = llama_cpp.Llama(base, lora_path=adapter or None, n_ctx=1024, n_batch=1024, logits_all=True,
+                        type_k=0, type_v=0, flash_attn=False, verbose=False)
 model.eval(json.loads(tokens))
 numpy.save(out, model.scores[:len(json.loads(tokens))])
 print(llama_cpp.__version__)
@@ -81,7 +83,7 @@ def random_adapter(lora: LoraConfig) -> adapters.Adapter:
             tensors[f"{spec.key}/b"] = rng.standard_normal((outputs, lora.rank)) / np.sqrt(
                 4 * lora.rank
             )
-    tensors = {key: each.astype(np.float32) for key, each in tensors.items()}
+    tensors = {key: array.astype(np.float32) for key, array in tensors.items()}
     return adapters.Adapter(lora, tensors, CONFIG, Path("adapter"))
 
 
@@ -90,64 +92,79 @@ def oracle_log_probabilities(checkpoint: Checkpoint) -> np.ndarray:
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return np.log(oracle.softmax(logits.astype(np.float64)))
+
+
+class LlamaCpp:
+    """llama.cpp with the base, in another Python.
+
+    Attributes:
+        version: of the package, once it has run.
+    """
+
+    version = ""
+
+    def __init__(self, python: str, folder: Path) -> None:
+        self.base = folder / "base.gguf"
+        self._adapter = folder / "adapter.gguf"
+        self._logits = folder / "logits.npy"
+        self._python = python
+
+    def log_probabilities(self, adapter: adapters.Adapter | None) -> np.ndarray:
+        """Return the log-probabilities at all tokens, of the base with or without an adapter."""
+        if adapter:
+            adapters.write_gguf(adapter, self._adapter, None, lambda _: None)
+        arguments = [
+            str(self.base),
+            str(self._adapter) if adapter else "",
+            json.dumps(TOKENS),
+            str(self._logits),
+        ]
+        command = [self._python, "-c", PROGRAM, *arguments]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        self.version = done.stdout.strip()
+        return log_softmax(np.load(self._logits))
 
 
 def main() -> None:
+    """Compare the base and two kinds of adapters, also with mistakes; write the results."""
     parser = argparse.ArgumentParser()
     parser.add_argument(
         "--python", default=sys.executable, help="a Python that has the package llama-cpp-python"
     )
-    python = parser.parse_args().python
     folder = Path(tempfile.mkdtemp())
-    base, alone, out = folder / "base.gguf", folder / "adapter.gguf", folder / "logits.npy"
-    save(LanguageModel(CONFIG, random_params(CONFIG, 0), BytesTokenizer()), base, "gguf")
-    opened = open_checkpoint(base)
-
-    def llama_cpp(adapter: adapters.Adapter | None) -> np.ndarray:
-        if adapter:
-            adapters.write_gguf(adapter, alone, None, lambda _: None)
-        argv = [
-            python,
-            "-c",
-            PROGRAM,
-            str(base),
-            str(alone) if adapter else "",
-            json.dumps(TOKENS),
-            str(out),
-        ]
-        results["llama_cpp_python"] = subprocess.run(
-            argv, check=True, capture_output=True, text=True
-        ).stdout.strip()
-        return log_softmax(np.load(out))
+    llama_cpp = LlamaCpp(parser.parse_args().python, folder)
+    save(LanguageModel(CONFIG, random_params(CONFIG, 0), BytesTokenizer()), llama_cpp.base, "gguf")
+    base = open_checkpoint(llama_cpp.base)
 
     results: dict[str, Any] = {"tokens": len(TOKENS)}
-    expected = oracle_log_probabilities(opened)
-    results["base_alone"] = {
-        "largest_difference_from_the_oracle": float(np.abs(llama_cpp(None) - expected).max())
-    }
-    for name, more in {"lora": {}, "rslora": {"rank_stabilized": True}}.items():
-        adapter = random_adapter(LoraConfig(6, 3.0 if more else 9.0, **more))
-        expected = oracle_log_probabilities(adapters.merged(opened, adapter))
-        found = {
-            "largest_difference_from_the_oracle": llama_cpp(adapter),
-            "without_the_adapter": llama_cpp(None),
+    difference = np.abs(llama_cpp.log_probabilities(None) - oracle_log_probabilities(base)).max()
+    results["base_alone"] = {"largest_difference_from_the_oracle": float(difference)}
+    for name, lora in {
+        "lora": LoraConfig(6, 9.0),
+        "rslora": LoraConfig(6, 3.0, rank_stabilized=True),
+    }.items():
+        adapter = random_adapter(lora)
+        log_probs = {
+            "largest_difference_from_the_oracle": llama_cpp.log_probabilities(adapter),
+            "without_the_adapter": llama_cpp.log_probabilities(None),
         }
-        for mistake, wrong in MISTAKES.items():
-            found[mistake] = llama_cpp(dataclasses.replace(adapter, lora=wrong(adapter.lora)))
+        for mistake, change in MISTAKES.items():
+            wrong = dataclasses.replace(adapter, lora=change(adapter.lora))
+            log_probs[mistake] = llama_cpp.log_probabilities(wrong)
         for mistake, rows in ROWS.items():
             with mock.patch.object(adapters, "permuted", rows):
-                found[mistake] = llama_cpp(adapter)
+                log_probs[mistake] = llama_cpp.log_probabilities(adapter)
+        expected = oracle_log_probabilities(adapters.merged(base, adapter))
         results[name] = {
-            case: float(np.abs(log_probs - expected).max()) for case, log_probs in found.items()
+            case: float(np.abs(actual - expected).max()) for case, actual in log_probs.items()
         }
     shutil.rmtree(folder)
+    results["llama_cpp_python"] = llama_cpp.version
     results["machine"] = f"{platform.platform()}, Python {platform.python_version()}"
-    print(json.dumps(results, indent=2))
-    (ROOT / "benchmarks" / "results" / "llama_cpp_lora.json").write_text(
-        json.dumps(results, indent=2) + "\n"
-    )
+    text = json.dumps(results, indent=2)
+    print(text)
+    (ROOT / "benchmarks" / "results" / "llama_cpp_lora.json").write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Adapters against full fine-tuning of SmolLM2-135M, and both beside PEFT and transformers on torch: time and memory.
+"""Time and memory of adapters and full fine-tuning of SmolLM2-135M, here and in torch.
 
     python tests/fetch_real_weights.py && python benchmarks/lora.py
 
-writes benchmarks/results/lora.json. Each way is a process of its own, which takes a step when it is told to, so that
-the ways take turns; medians are compared. Rows are one conversation each, the second half of which counts; adapters are
-of rank 16, on all seven matrices of each layer. The loss before the first step must be the same in all ways.
+writes benchmarks/results/lora.json. The torch versions are transformers and PEFT. Each way is a
+process of its own that takes a step when it is told to, so that the ways alternate; medians are
+compared. A row is one conversation, the second half of which counts. Adapters have rank 16, on all
+seven matrices of each layer. The loss before the first step must be the same in all ways.
 """
 
 import argparse
@@ -24,30 +25,30 @@ from typing import Any
 
 import numpy as np
 
-THREADS, RANK, ALPHA, RATE = 2, 16, 32.0, 1e-4
+THREADS = 2
+RANK = 16
+ALPHA = 32.0
+RATE = 1e-4
 WAYS = ("jllama lora", "jllama full", "peft lora", "torch full")
-THEIR_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+TORCH_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 Take = Callable[[], float]
-"""Takes a step and gives its loss."""
+"""Takes a step and returns its loss."""
 
 
 def tokens_of(options: argparse.Namespace) -> np.ndarray:
-    return (
-        np.random.default_rng(0)
-        .integers(20, 40_000, (options.batch_size, options.seq_len + 1))
-        .astype(np.int32)
-    )
+    shape = (options.batch_size, options.seq_len + 1)
+    return np.random.default_rng(0).integers(20, 40_000, shape).astype(np.int32)
 
 
 def counted_of(tokens: np.ndarray) -> np.ndarray:
     return np.broadcast_to(np.arange(tokens.shape[1]) > tokens.shape[1] // 2, tokens.shape)
 
 
-def our_steps(
+def jllama_steps(
     folder: Path, is_lora: bool, options: argparse.Namespace
 ) -> tuple[Take, dict[str, Any]]:
-    """A step of jllama, and what its program holds."""
+    """Return jllama's step, and what its program allocates."""
     import jax
 
     import jllama
@@ -56,7 +57,8 @@ def our_steps(
     from jllama.devices import device_bytes, program_bytes
     from jllama.training.config import LoopConfig, OptimizerConfig, TrainConfig
 
-    model, lora = jllama.load(folder, layout="training"), LoraConfig(RANK if is_lora else 0, ALPHA)
+    model = jllama.load(folder, layout="training")
+    lora = LoraConfig(RANK if is_lora else 0, ALPHA)
     loop = LoopConfig(batch_size=options.batch_size, seq_len=options.seq_len, remat=options.remat)
     optimizer = OptimizerConfig(
         learning_rate=RATE, warmup_fraction=0.0, final_fraction=1.0, weight_decay=0.0
@@ -64,7 +66,8 @@ def our_steps(
     config = TrainConfig(model.config, str(folder), optimizer=optimizer, training=loop, lora=lora)
     mesh = jllama.make_mesh(MeshConfig(), jax.devices()[:1])
     training = jllama.compile_training(config, mesh)
-    state, tokens = training.init(jax.random.key(0), model.params), tokens_of(options)
+    state = training.init(jax.random.key(0), model.params)
+    tokens = tokens_of(options)
     del model
     rows = Batch(tokens, np.ones_like(tokens), counted_of(tokens))
     compiled = training.step.lower(state, rows).compile()
@@ -83,10 +86,10 @@ def our_steps(
     return take, facts
 
 
-def their_steps(
+def torch_steps(
     folder: Path, is_lora: bool, options: argparse.Namespace
 ) -> tuple[Take, dict[str, Any]]:
-    """A step of transformers, with PEFT or without."""
+    """Return transformers' step, with PEFT or without."""
     import peft
     import torch
     import transformers
@@ -94,7 +97,7 @@ def their_steps(
     torch.set_num_threads(THREADS)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     if is_lora:
-        adapter = {"r": RANK, "lora_alpha": ALPHA, "target_modules": THEIR_TARGETS}
+        adapter = {"r": RANK, "lora_alpha": ALPHA, "target_modules": TORCH_TARGETS}
         model = peft.get_peft_model(model, peft.LoraConfig(**adapter))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
@@ -114,14 +117,13 @@ def their_steps(
 
 
 def work(way: str, folder: Path, options: argparse.Namespace) -> None:
-    """Take a step for each line of stdin, and say its seconds and loss; at the end what it all took."""
+    """Take a step for each line of stdin; print its seconds and loss, and at the end the totals."""
     package, kind = way.split()
-    take, facts = (our_steps if package == "jllama" else their_steps)(
-        folder, kind == "lora", options
-    )
-    facts["first_loss"] = take()  # what this one makes is there from then on
+    make_steps = jllama_steps if package == "jllama" else torch_steps
+    take, facts = make_steps(folder, kind == "lora", options)
+    facts["first_loss"] = take()  # later steps reuse what this one allocates
     highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     for _ in sys.stdin:
         start_s = time.perf_counter()
         loss = take()
@@ -135,28 +137,28 @@ def work(way: str, folder: Path, options: argparse.Namespace) -> None:
 
 
 def measured(folder: Path, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """All ways in turn, repeat by repeat."""
+    """Measure all ways alternately."""
     command = [sys.executable, __file__, *sys.argv[1:], "--folder", str(folder), "--way"]
     workers = {}
     for way in WAYS:
         workers[way] = subprocess.Popen(
             [*command, way], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        said(workers[way], "\n")  # one starts when the one before is ready
+        answer_of(workers[way], "\n")  # start one when the one before is ready
     steps: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     for _ in range(options.repeats):
         for way, worker in workers.items():
-            steps[way].append(said(worker, "\n"))
+            steps[way].append(answer_of(worker, "\n"))
     results = {}
     for way, worker in workers.items():
         seconds = statistics.median(step["seconds"] for step in steps[way])
         tokens_per_s = options.batch_size * options.seq_len / seconds
-        results[way] = {"s_per_step": seconds, "tokens_per_s": tokens_per_s, **said(worker)}
+        results[way] = {"s_per_step": seconds, "tokens_per_s": tokens_per_s, **answer_of(worker)}
     return results
 
 
-def said(worker: subprocess.Popen, line: str = "") -> dict[str, Any]:
-    """What a worker answers to a line, or to the end of them."""
+def answer_of(worker: subprocess.Popen, line: str = "") -> dict[str, Any]:
+    """Return a worker's answer to a line, or to the end of its input."""
     if line:
         worker.stdin.write(line)
         worker.stdin.flush()
@@ -186,7 +188,9 @@ def main() -> None:
         ways = measured(Path(exported) / "hf", options)
     losses = [way["first_loss"] for way in ways.values()]
     assert max(losses) - min(losses) < 1e-3, losses
-    ours, theirs, full = ways["jllama lora"], ways["peft lora"], ways["jllama full"]
+    adapters = ways["jllama lora"]
+    peft = ways["peft lora"]
+    full = ways["jllama full"]
     report = {
         "device": f"{platform.machine()}, {os.cpu_count()} cores, cpu",
         "versions": {
@@ -195,10 +199,10 @@ def main() -> None:
         },
         **{name: getattr(options, name) for name in ("batch_size", "seq_len", "repeats", "remat")},
         "lora_over_full": {
-            name: ours[name] / full[name]
+            name: adapters[name] / full[name]
             for name in ("s_per_step", "peak_of_steps_bytes", "peak_of_process_bytes")
         },
-        "tokens_per_s_over_peft": ours["tokens_per_s"] / theirs["tokens_per_s"],
+        "tokens_per_s_over_peft": adapters["tokens_per_s"] / peft["tokens_per_s"],
         "ways": ways,
     }
     print(json.dumps(report, indent=2))

@@ -1,9 +1,10 @@
-"""What a plan says of memory against what a run holds, on eight simulated devices of this machine's CPU.
+"""Planned memory compared with that of a run, on eight simulated devices of this machine's CPU.
 
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python benchmarks/plan_against_run.py
 
-Arguments are counted in the arrays that the first device holds. Temporaries are what the process' peak rises by while a
-step runs, over the devices; the collectives of a CPU, and what its threads take, are in that, too.
+Arguments are the bytes of the arrays on the first device. Temporaries are the rise of the process's
+peak during a step, divided by the number of devices; they include the collectives and threads of a
+CPU.
 """
 
 import gc
@@ -23,9 +24,9 @@ from jllama.training.step import compile_training
 MODEL = LlamaConfig(8192, 4, 512, 8, 4, 64, 1536, max_seq_len=512)
 
 
-def resident_bytes(what: str) -> int:
+def resident_bytes(field: str) -> int:
     status = Path("/proc/self/status").read_text()
-    return 1024 * int(status.partition(f"{what}:")[2].split()[0])
+    return 1024 * int(status.partition(f"{field}:")[2].split()[0])
 
 
 def main() -> None:
@@ -46,14 +47,15 @@ def main() -> None:
             *jax.tree.leaves(state._replace(key=jax.random.key_data(state.key))),
             *jax.tree.leaves(batch),
         ]
-        held = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        held_bytes = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
         before = resident_bytes("VmRSS")
         state, _ = jax.block_until_ready(step(state, batch))
         rise = (resident_bytes("VmHWM") - before) / len(mesh.devices.flat)
         row = {"mesh": sizes, "planned_MiB": [arguments / 2**20, temporaries / 2**20]}
-        row |= {"held_MiB": [held / 2**20, rise / 2**20]}
-        row |= {"error": [arguments / held - 1, (arguments + temporaries) / (held + rise) - 1]}
+        row |= {"held_MiB": [held_bytes / 2**20, rise / 2**20]}
+        total_error = (arguments + temporaries) / (held_bytes + rise) - 1
+        row |= {"error": [arguments / held_bytes - 1, total_error]}
         print(json.dumps(row, default=float))
 
 

@@ -1,50 +1,44 @@
-"""How plans grow: bytes that a device receives in a step as devices double, and the time to compile as layers double.
+"""How plans grow: bytes that a device receives as devices double, compile time as layers double.
 
     python benchmarks/plan_scaling.py
 
-Llama 3.1 8B, 8k context, one sequence a GPU, parameters over all H100s; needs JAX's CUDA packages and no GPU. Writes
-benchmarks/results/plan_scaling.json and docs/plan_scaling.svg.
+Plans Llama 3.1 8B with 8k context, one sequence a GPU, and parameters split over all H100s. Needs
+JAX's CUDA packages and no GPU. Writes benchmarks/results/plan_scaling.json and
+docs/plan_scaling.svg.
 """
 
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
-DEVICES, LAYERS = [1 << power for power in range(10)], [4, 8, 16, 32, 64, 128]
+DEVICES = [1 << power for power in range(10)]
+LAYERS = [4, 8, 16, 32, 64, 128]
+COMMAND = [sys.executable, "-m", "jllama", "plan", "configs/llama3.1-8b_h100-8.yaml", "--json"]
 
 
 def plan(*arguments: object) -> dict:
-    """The receipt of a plan."""
-    command = [
-        sys.executable,
-        "-m",
-        "jllama",
-        "plan",
-        "configs/llama3.1-8b_h100-8.yaml",
-        "--json",
-        *map(str, arguments),
-    ]
-    return json.loads(
-        subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
-    )
+    """Return the receipt of a plan."""
+    command = [*COMMAND, *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return json.loads(done.stdout)
 
 
 def main() -> None:
-    """Plan, print, write and draw."""
-    doubled, deepened = [], []
+    """Plan, print and write the results, and draw the charts."""
+    doubled = []
+    deepened = []
     for devices in DEVICES:
         receipt = plan("--topology", f"h100:{devices}", "--batch_size", devices)
-        received = {"all-gather": 0.0, "reduce-scatter": 0.0, "all-reduce": 0.0}
+        received = Counter({"all-gather": 0.0, "reduce-scatter": 0.0, "all-reduce": 0.0})
         for row in receipt["collectives"]:
-            received[row["kind"]] = (
-                received.get(row["kind"], 0.0) + row["times"] * row["bytes_each"]
-            )
-        held = receipt["arguments_bytes"] + receipt["temporaries_bytes"]
-        doubled.append({"devices": devices, "held_bytes": held, "received_bytes": received})
+            received[row["kind"]] += row["times"] * row["bytes_each"]
+        needed = receipt["arguments_bytes"] + receipt["temporaries_bytes"]
+        doubled.append({"devices": devices, "held_bytes": needed, "received_bytes": received})
         print(json.dumps(doubled[-1]), flush=True)
     for layers in LAYERS:
         receipt = plan("--topology", "h100:64", "--batch_size", 64, "--model.num_layers", layers)
@@ -56,9 +50,8 @@ def main() -> None:
         "doubled": doubled,
         "deepened": deepened,
     }
-    (ROOT / "benchmarks" / "results" / "plan_scaling.json").write_text(
-        json.dumps(result, indent=1) + "\n"
-    )
+    path = ROOT / "benchmarks" / "results" / "plan_scaling.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
 
     figure = Figure(figsize=(8, 3), layout="constrained")
     left, right = figure.subplots(1, 2)

@@ -1,9 +1,9 @@
-"""Plan every configuration that names its topology, and decoding of the largest; write docs/plans.md anew.
+"""Plans of every configuration that names its topology, and of decoding 405B: docs/plans.md.
 
     python benchmarks/plans.py [--only NAME ...]
 
-Needs libtpu and JAX's CUDA packages (docs/plan.md), no TPU and no GPU: about ten minutes on two cores. With ``--only``
-the others' receipts stay as they are.
+Needs libtpu and JAX's CUDA packages (docs/plan.md), but no TPU and no GPU. Takes about ten minutes
+on two cores. With ``--only``, the receipts of the others stay.
 """
 
 import argparse
@@ -24,27 +24,29 @@ DECODING = {
 }
 INTRODUCTION = """# Plans of real runs
 
-What `jllama plan` says of the configurations for TPU slices and GPUs, as printed but for the time to compile: each is
-the real step, compiled ahead of time for devices that were not there, on two cores of a CPU. [docs/plan.md](plan.md)
-says how to read them. Documents in a row are kept apart in all of them. Made by `python benchmarks/plans.py`.
+These are the receipts that `jllama plan` prints for the configurations for TPU slices and GPUs,
+without the time to compile. Each is of the real step, compiled ahead of time for absent devices
+on two cores of a CPU. Documents in a row are kept apart in all of them. [docs/plan.md](plan.md)
+explains the lines. Made by `python benchmarks/plans.py`.
 """
 
 
 def commands() -> dict[str, str]:
-    """The arguments of ``jllama plan``, by the titles of the page."""
-    found = {}
+    """Return the arguments of ``jllama plan`` by the titles of the page."""
+    arguments = {}
     for path in sorted((ROOT / "configs").glob("*.yaml")):
         title, second, *_ = path.read_text().splitlines()
-        if plan := re.match("# Its plan: jllama plan (.*)", second):
-            found[title.removeprefix("# ")] = plan[1]
+        plan = re.match("# Its plan: jllama plan (.*)", second)
+        if plan:
+            arguments[title.removeprefix("# ")] = plan[1]
     shared = "--decode --preset llama3.1-405b --batch_size 32 --seq_len 8192 --topology"
-    return found | {
-        f"Llama 3.1 405B decoding, {title}": f"{shared} {rest}" for title, rest in DECODING.items()
-    }
+    for title, rest in DECODING.items():
+        arguments[f"Llama 3.1 405B decoding, {title}"] = f"{shared} {rest}"
+    return arguments
 
 
 def main() -> None:
-    """Run them one after the other and write the page after each."""
+    """Run the plans one after the other, and write the page."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -62,9 +64,8 @@ def main() -> None:
                 text=True,
             )
             print(f"{title}\n{done.stdout or done.stderr}", flush=True)
-            receipt = re.sub(
-                r"\ncompiled in .*", "", done.stdout.strip()
-            )  # as this machine was busy
+            # How long it took says only how busy this machine was.
+            receipt = re.sub(r"\ncompiled in .*", "", done.stdout.strip())
             before[title] = f"```bash\njllama plan {arguments}\n```\n\n```text\n{receipt}\n```"
         if title in before:
             sections[title] = before[title]

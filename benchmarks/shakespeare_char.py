@@ -1,8 +1,8 @@
-"""configs/shakespeare_char.yaml beside nanoGPT's own script at its published CPU setting: seconds, tokens and loss.
+"""Seconds, tokens and loss of configs/shakespeare_char.yaml and of nanoGPT's CPU setting.
 
-Both train as whole processes, one after the other, several times, ours with nothing kept from before. Both evaluate
-every 250 steps, on as many tokens of the validation text, and save. Final losses are over all of the last tenth of the
-text, in windows of 64 characters, of the checkpoint that each holds for the best.
+Both train as whole processes, one after another, several times, ours with empty caches. Both
+evaluate every 250 steps, on as many tokens of the validation text, and save. Final losses are those
+of the best checkpoint over the whole last tenth of the text, in windows of 64 characters.
 
     git clone https://github.com/karpathy/nanoGPT
     python benchmarks/shakespeare_char.py --nanogpt nanoGPT --data tinyshakespeare.txt --repeats 5
@@ -28,11 +28,13 @@ from typing import Any
 
 from common import ROOT, panels, table, write
 
-PUBLISHED_LOSS = 1.886  # nanoGPT's, of this setting
-STEP_TOKENS, SMOOTHED_STEPS = 12 * 64, 50
-SETTING = (  # as nanoGPT's README has it
-    "--device=cpu --compile=False --eval_iters=20 --log_interval=1 --block_size=64 --batch_size=12 --n_layer=4 "
-    "--n_head=4 --n_embd=128 --max_iters=2000 --lr_decay_iters=2000 --dropout=0.0"
+PUBLISHED_LOSS = 1.886  # nanoGPT's for this setting
+STEP_TOKENS = 12 * 64
+SMOOTHED_STEPS = 50
+SETTING = (  # from nanoGPT's README
+    "--device=cpu --compile=False --eval_iters=20 --log_interval=1 --block_size=64 "
+    "--batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 "
+    "--lr_decay_iters=2000 --dropout=0.0"
 )
 WHOLE_LOSS = """
 import sys, numpy as np, torch
@@ -50,8 +52,9 @@ Point = tuple[int, float, float]  # tokens, seconds since the process began, los
 
 
 def timed(command: list[str], folder: Path, cache: Path) -> tuple[float, str]:
-    """A command's wall seconds and standard output, run in a folder with an empty cache."""
-    environment, began_s = {**os.environ, "JLLAMA_CACHE": str(cache)}, time.perf_counter()
+    """Run a command in a folder with an empty cache; return its wall seconds and output."""
+    environment = {**os.environ, "JLLAMA_CACHE": str(cache)}
+    began_s = time.perf_counter()
     done = subprocess.run(
         command, cwd=folder, env=environment, check=True, stdout=subprocess.PIPE, text=True
     )
@@ -59,16 +62,14 @@ def timed(command: list[str], folder: Path, cache: Path) -> tuple[float, str]:
 
 
 def train_jllama(data: Path, folder: Path) -> dict[str, Any]:
-    """A run of ``shakespeare_char.yaml``. Its clock begins with its folder, whose first file says when that was."""
+    """Run ``shakespeare_char.yaml``; its clock starts when its folder's first file is written."""
     overrides = [
         f"--data.path={data}",
         f"--run_dir={folder / 'run'}",
         f"--data.cache_dir={folder / 'data'}",
     ]
-    command, began_s = (
-        [sys.executable, "train.py", "--config", "configs/shakespeare_char.yaml"],
-        time.time(),
-    )
+    command = [sys.executable, "train.py", "--config", "configs/shakespeare_char.yaml"]
+    began_s = time.time()
     wall_s, _ = timed([*command, *overrides], ROOT, folder / "cache")
     start_s = (folder / "run" / "config.yaml").stat().st_mtime - began_s
     lines = [
@@ -89,7 +90,7 @@ def train_jllama(data: Path, folder: Path) -> dict[str, Any]:
 
 
 def train_nanogpt(clone: Path, folder: Path) -> dict[str, Any]:
-    """A run of nanoGPT's ``train.py``. What it prints of each step's time adds up to all but its start."""
+    """Run nanoGPT's ``train.py``; the times it prints add up to all but its start."""
     command = [
         sys.executable,
         "train.py",
@@ -137,16 +138,16 @@ def _run(
 
 
 def middle(runs: list[dict[str, Any]], key: str) -> float | None:
-    """The median over runs; None if any has none."""
+    """Return the median over runs; None if a run has no value."""
     values = [run[key] for run in runs]
     return None if None in values else round(statistics.median(values), 4)
 
 
 def draw(runs: dict[str, list[dict[str, Any]]]) -> Any:
-    """Loss against seconds and against tokens, of each side's run of the median wall time."""
+    """Draw loss by seconds and by tokens, for each side's run of median wall time."""
     figure, charts = panels(2)
     for color, (name, several) in enumerate(runs.items()):
-        run = sorted(several, key=lambda each: each["wall_s"])[(len(several) - 1) // 2]
+        run = sorted(several, key=lambda run: run["wall_s"])[(len(several) - 1) // 2]
         for chart, axis in zip(charts, (1, 0), strict=True):
             for kind, style in (("loss", "-"), ("validation_loss", "o--")):
                 x = [point[axis] * (1 if axis else 1e-6) for point in run[kind]]
@@ -180,7 +181,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="the tiny Shakespeare text")
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
-    clone, data = arguments.nanogpt.resolve(), arguments.data.resolve()
+    clone = arguments.nanogpt.resolve()
+    data = arguments.data.resolve()
     shutil.copyfile(data, clone / "data" / "shakespeare_char" / "input.txt")
     subprocess.run(
         [sys.executable, "data/shakespeare_char/prepare.py"],
@@ -219,9 +221,10 @@ def save(runs: dict[str, list[dict[str, Any]]]) -> None:
         f"s to a validation loss of {PUBLISHED_LOSS}",
     ]
     rows = [
-        [name, *(found[key] or "not reached" for key in keys)] for name, found in medians.items()
+        [name, *(median[key] or "not reached" for key in keys)] for name, median in medians.items()
     ]
-    text = f"{table(header, rows)}\n\nRuns of each: {len(runs['jllama'])}. nanoGPT's time over ours: {ratio:.2f}."
+    summary = f"Runs of each: {len(runs['jllama'])}. nanoGPT's time over ours: {ratio:.2f}."
+    text = f"{table(header, rows)}\n\n{summary}"
     write("shakespeare_char", result, draw(runs), text, ("jax", "flax", "optax", "torch"))
 
 

@@ -1,7 +1,8 @@
-"""Peak memory of each of several processes that initialise, save and restore a training state split between them.
+"""Peak memory of processes that initialize, save and restore a training state that they share.
 
-Each process stands for a host of one device and is measured by its largest resident set (Linux). The bound is its share
-of the float32 parameters and moments plus 2 GB. Saving copies the share once more, so it is told apart.
+Each process stands for a host of one device; its largest resident set is measured (on Linux). The
+bound is its share of the float32 parameters and moments plus 2 GB. Saving copies the share once
+more, so the bound does not apply to it.
 
     python benchmarks/sharded_memory.py --processes 2 --layers 16
 """
@@ -25,7 +26,7 @@ JOBS = ("init", "save", "restore")
 
 
 def main() -> int:
-    """Run each job in fresh processes and print a table; the exit code is 1 if one of them is over the bound."""
+    """Run each job in new processes; the exit code is 1 if one of them is over the bound."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -40,37 +41,30 @@ def main() -> int:
         for job in JOBS:
             with socket.create_server(("127.0.0.1", 0)) as server:
                 port = server.getsockname()[1]
-            words = [
-                sys.executable,
-                __file__,
-                "--layers",
-                str(options.layers),
-                "--processes",
-                str(options.processes),
-            ]
-            started = [
-                subprocess.Popen(
-                    [*words, "--as_process", json.dumps([job, folder, port, index])],
-                    env=environment(),
-                    stdout=-1,
+            command = [sys.executable, __file__]
+            command += ["--layers", str(options.layers), "--processes", str(options.processes)]
+            started = []
+            for index in range(options.processes):
+                words = ["--as_process", json.dumps([job, folder, port, index])]
+                started.append(
+                    subprocess.Popen([*command, *words], env=environment(), stdout=subprocess.PIPE)
                 )
-                for index in range(options.processes)
-            ]
             for process in started:
-                found = json.loads(process.communicate()[0].splitlines()[-1])
-                print(json.dumps(found), flush=True)
-                worst = max(worst, found["over_share_gb"] if job != "save" else 0)
+                result = json.loads(process.communicate()[0].splitlines()[-1])
+                print(json.dumps(result), flush=True)
+                if job != "save":
+                    worst = max(worst, result["over_share_gb"])
     print(f"at most {worst:.2f} GB over a process's share; the bound is 2")
     return int(worst > 2)
 
 
 def environment() -> dict[str, str]:
-    """One CPU device a process."""
+    """Return an environment with one CPU device a process."""
     return os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
 
 
 def measure(layers: int, processes: int, job: str, folder: str, port: int, index: int) -> int:
-    """One process's part of a job, and what it took, as JSON on stdout."""
+    """Do one process's part of a job, and print what it took as JSON."""
     import jax
 
     jax.distributed.initialize(f"127.0.0.1:{port}", processes, index)
@@ -87,7 +81,8 @@ def measure(layers: int, processes: int, job: str, folder: str, port: int, index
     abstract = jax.eval_shape(training.init, jax.random.key(0))
     shards = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(abstract)]
     share_gb = sum(4 * math.prod(shape) for shape in shards) / 1e9
-    checkpoints, start_s = RunCheckpoints(Path(folder, "checkpoints")), time.perf_counter()
+    checkpoints = RunCheckpoints(Path(folder, "checkpoints"))
+    start_s = time.perf_counter()
     if job == "restore":
         others = {"opt_state": abstract.opt_state, "step": abstract.step}
         params, saved, _ = checkpoints.restore(0, abstract.params, others)
@@ -95,23 +90,19 @@ def measure(layers: int, processes: int, job: str, folder: str, port: int, index
     else:
         state = jax.block_until_ready(training.init(jax.random.key(0)))
         if job == "save":
-            checkpoints.save(
-                0, state.params, {"opt_state": state.opt_state, "step": state.step}, {}, None
-            )
+            others = {"opt_state": state.opt_state, "step": state.step}
+            checkpoints.save(0, state.params, others, {}, None)
             checkpoints.wait()
     peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-    found = {"share_gb": share_gb, "peak_gb": peak_gb, "over_share_gb": peak_gb - share_gb}
-    rounded = {name: round(value, 2) for name, value in found.items()}
-    print(
-        json.dumps(
-            {
-                "job": job,
-                "process": index,
-                **rounded,
-                "seconds": round(time.perf_counter() - start_s, 1),
-            }
-        )
-    )
+    result = {
+        "job": job,
+        "process": index,
+        "share_gb": round(share_gb, 2),
+        "peak_gb": round(peak_gb, 2),
+        "over_share_gb": round(peak_gb - share_gb, 2),
+        "seconds": round(time.perf_counter() - start_s, 1),
+    }
+    print(json.dumps(result))
     return 0
 
 

@@ -1,13 +1,15 @@
-"""Two comparisons on tiny Shakespeare, each of two models that are the same otherwise, from several seeds.
+"""Two comparisons of two models on tiny Shakespeare, from several seeds.
 
-`kv_heads`: multi-head attention against grouped-query attention with half the key-value heads, as in the BabyLlama
-write-up, at a size for two cores; with the table of seven sampling settings from both. `norms`: RMSNorm against
-LayerNorm (with a bias) before attention and feed-forward, added from outside as docs/extend.md has it.
+`kv_heads`: multi-head attention against grouped-query attention with half the key-value heads, as
+in the BabyLlama write-up, at a size for two cores; with the table of seven sampling settings from
+both. `norms`: RMSNorm against LayerNorm (with a bias) before attention and feed-forward, added from
+outside as docs/extend.md has it.
 
     python benchmarks/variants.py kv_heads --data tinyshakespeare.txt
     python benchmarks/variants.py norms --data tinyshakespeare.txt
 
-Writes benchmarks/results/NAME.json, run by run, and docs/results/NAME.svg. What is already there is not run again.
+Writes benchmarks/results/NAME.json, run by run, and docs/results/NAME.svg. Results that are
+there already are not computed again.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ from jllama.model import LAYER_CLASSES, Layer
 from jllama.parameters import PARAMETERS, Parameter, count_parameters
 from jllama.training.metrics import evaluate
 
-SMOOTHED_STEPS, EVALUATIONS, TIMED_STEPS = 50, 10, 20
+SMOOTHED_STEPS = 50
+EVALUATIONS = 10
+TIMED_STEPS = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,13 +48,12 @@ class LayerNormConfig(jllama.LlamaConfig):
 
 
 class LayerNormLayer(Layer):
-    def __call__(self, x: Any, attend: Any, cached: Any = None) -> Any:
+    def __call__(self, x: Any, inputs: Any, cached: Any = None) -> Any:
         normed = layer_norm(x, self.attn_norm[...], self.attn_norm_bias[...], self.norm_eps)
-        mixed, kept = self.attention(normed, attend, cached)
+        mixed, new_cache = self.attention(normed, inputs, cached)
         normed = layer_norm(x + mixed, self.mlp_norm[...], self.mlp_norm_bias[...], self.norm_eps)
-        return x + mixed + F.swiglu(
-            normed, self.w_gate[...], self.w_up[...], self.w_down[...]
-        ), kept
+        mlp = F.swiglu(normed, self.w_gate[...], self.w_up[...], self.w_down[...])
+        return x + mixed + mlp, new_cache
 
 
 def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
@@ -121,12 +124,13 @@ COMPARISONS = {
 def compiled(
     comparison: Comparison, model: jllama.LlamaConfig, data: Any, seed: int
 ) -> tuple[Any, Any, Any, Any, Any]:
-    """The configuration, the programs, the first state, the batches and the compiled step of a run."""
+    """Return a run's configuration, programs, first state, batches and compiled step."""
     model = dataclasses.replace(model, vocab_size=data.tokenizer.vocab_size)
     config = jllama.TrainConfig(
         model, training=comparison.training, optimizer=comparison.optimizer, seed=seed
     )
-    training, sizes = jllama.compile_training(config), comparison.training
+    training = jllama.compile_training(config)
+    sizes = comparison.training
     state = training.init(jax.random.key(seed))
     batches = data.training_batches(batch_size=sizes.batch_size, seq_len=sizes.seq_len, seed=seed)
     return config, training, state, batches, training.step.lower(state, next(batches)).compile()
@@ -135,9 +139,12 @@ def compiled(
 def train(
     comparison: Comparison, model: jllama.LlamaConfig, data: Any, seed: int
 ) -> tuple[dict[str, Any], Any]:
-    """One run's curves, its final loss on all of the validation text, and the trained parameters."""
+    """Train one run; return its curves, up to the loss on all validation text, and its weights."""
     config, training, state, batches, step = compiled(comparison, model, data, seed)
-    sizes, losses, points, validation = comparison.training, [], [], []
+    sizes = comparison.training
+    losses = []
+    points = []
+    validation = []
     for number in range(1, sizes.steps + 1):
         state, metrics = step(state, next(batches))
         losses.append(metrics.loss)
@@ -146,43 +153,41 @@ def train(
             points.append((tokens, round(float(jnp.mean(jnp.stack(losses))), 4)))
             losses = []
         if number % (sizes.steps // EVALUATIONS) == 0:
-            part = evaluate(
-                training, data, config, state, 16_384 if number < sizes.steps else 0, lambda: False
-            )
-            validation.append((tokens, round(part.validation_loss, 4)))
+            max_tokens = 16_384 if number < sizes.steps else 0
+            evaluation = evaluate(training, data, config, state, max_tokens)
+            validation.append((tokens, round(evaluation.validation_loss, 4)))
     return {"loss": points, "validation_loss": validation}, state.params
 
 
 def step_s(comparison: Comparison, data: Any) -> dict[str, float]:
-    """Seconds of a step of each variant, taken in turn: the median of several."""
-    made = {
+    """Measure the median seconds of a step of each variant, alternately."""
+    runs = {
         name: compiled(comparison, model, data, 0)[2:]
         for name, model in comparison.variants.items()
     }
-    states, seconds = (
-        {name: state for name, (state, _, _) in made.items()},
-        {name: [] for name in made},
-    )
-    for _, (name, (_, batches, step)) in itertools.product(range(TIMED_STEPS), made.items()):
-        batch, began_s = next(batches), time.perf_counter()
+    states = {name: state for name, (state, _, _) in runs.items()}
+    seconds = {name: [] for name in runs}
+    for _, (name, (_, batches, step)) in itertools.product(range(TIMED_STEPS), runs.items()):
+        batch = next(batches)
+        began_s = time.perf_counter()
         for _ in range(5):
             states[name], metrics = step(states[name], batch)
         float(metrics.loss)
         seconds[name].append((time.perf_counter() - began_s) / 5)
-    return {name: statistics.median(each[1:]) for name, each in seconds.items()}
+    return {name: statistics.median(times[1:]) for name, times in seconds.items()}
 
 
 def facts(comparison: Comparison, model: jllama.LlamaConfig, data: Any) -> dict[str, int]:
-    """Sizes: parameters, the bytes of a compiled training step, and those of keys and values for each token."""
+    """Return parameters, bytes of a compiled step, and cache bytes per token."""
     config, _, _, _, step = compiled(comparison, model, data, 0)
-    held, taken = program_bytes(step)
+    state_bytes, temporary_bytes = program_bytes(step)
     per_token = 2 * 4 * model.num_layers * model.num_kv_heads * model.head_dim
     sizes = {"parameters": count_parameters(config.model), "cache_bytes_per_token": per_token}
-    return {**sizes, "step_state_bytes": held, "step_temporary_bytes": taken}
+    return {**sizes, "step_state_bytes": state_bytes, "step_temporary_bytes": temporary_bytes}
 
 
 def samples(model: jllama.LlamaConfig, params: Any, data: Any, prompt: str) -> str:
-    """The table of seven sampling settings that ``sample.py --compare`` prints."""
+    """Return the table of seven sampling settings that ``sample.py --compare`` prints."""
     with tempfile.TemporaryDirectory() as folder:
         model = dataclasses.replace(model, vocab_size=data.tokenizer.vocab_size)
         jllama.save(jllama.LanguageModel(model, params, data.tokenizer), f"{folder}/model", "hf")
@@ -194,20 +199,18 @@ def samples(model: jllama.LlamaConfig, params: Any, data: Any, prompt: str) -> s
 
 
 def draw(comparison: Comparison, runs: dict[str, dict[str, Any]]) -> Any:
-    """Training loss on the left, validation loss on the right: the mean over seeds, and the band between them."""
+    """Draw training loss on the left, validation loss on the right: mean and range over seeds."""
     figure, charts = panels(2)
     for color, name in enumerate(comparison.variants):
         several = [run for key, run in runs.items() if key.startswith(name)]
         for chart, kind in zip(charts, ("loss", "validation_loss"), strict=True):
             columns = list(zip(*(run[kind] for run in several), strict=True))
-            x, y = (
-                [column[0][0] / 1e6 for column in columns],
-                [[loss for _, loss in column] for column in columns],
-            )
+            x = [column[0][0] / 1e6 for column in columns]
+            y = [[loss for _, loss in column] for column in columns]
             style = "-" if kind == "loss" else "o-"
             chart.plot(
                 x,
-                [statistics.fmean(each) for each in y],
+                [statistics.fmean(losses) for losses in y],
                 style,
                 color=f"C{color}",
                 label=name,
@@ -232,24 +235,22 @@ def main() -> None:
         "--runs",
         type=int,
         default=100,
-        help="at most so many runs now; the others when called again",
+        help="run at most this many now, and the others in a later call",
     )
     parser.add_argument("--time", action="store_true", help="only time steps, on a quiet machine")
     options = parser.parse_args()
-    comparison, path = (
-        COMPARISONS[options.name],
-        ROOT / "benchmarks" / "results" / f"{options.name}.json",
-    )
+    comparison = COMPARISONS[options.name]
+    path = ROOT / "benchmarks" / "results" / f"{options.name}.json"
     data = jllama.prepare_data(
         jllama.DataConfig(str(options.data), validation_fraction=0.1, **comparison.data)
     )
-    result = (
-        json.loads(path.read_text()) if path.exists() else {"model": comparison.title, "runs": {}}
-    )
+    result = {"model": comparison.title, "runs": {}}
+    if path.exists():
+        result = json.loads(path.read_text())
     runs = result["runs"]
     if options.time:
         seconds = step_s(comparison, data)
-        result["step_s"] = {name: round(each, 5) for name, each in seconds.items()}
+        result["step_s"] = {name: round(median, 5) for name, median in seconds.items()}
         print(result["step_s"])
     pairs = itertools.product(range(comparison.seeds), comparison.variants.items())
     missing = [
@@ -267,15 +268,18 @@ def main() -> None:
 
 
 def save(name: str, comparison: Comparison, result: dict[str, Any]) -> None:
-    """Write what there is so far: the sizes, the seconds if they have been taken, the losses and their spread."""
-    runs, rows, losses = result["runs"], [], {}
+    """Write the results so far: sizes, seconds if measured, losses and their spread."""
+    runs = result["runs"]
+    rows = []
+    losses = {}
     for variant in comparison.variants:
         final = [
             run["validation_loss"][-1][1] for key, run in runs.items() if key.startswith(variant)
         ]
         if not final:
             continue
-        sizes, seconds = result["sizes"][variant], result.get("step_s", {}).get(variant)
+        sizes = result["sizes"][variant]
+        seconds = result.get("step_s", {}).get(variant)
         losses[variant] = statistics.fmean(final)
         spread = f"{losses[variant]:.3f} ({', '.join(f'{loss:.3f}' for loss in final)})"
         state, taken = (
@@ -297,7 +301,8 @@ def save(name: str, comparison: Comparison, result: dict[str, Any]) -> None:
         "validation loss, mean (each seed)",
     ]
     blocks = [
-        f"<details><summary>Seven settings, {variant}</summary>\n\n```text\n{text.rstrip()}\n```\n</details>"
+        f"<details><summary>Seven settings, {variant}</summary>\n\n"
+        f"```text\n{text.rstrip()}\n```\n</details>"
         for variant, text in result.get("samples", {}).items()
     ]
     result["final_validation_loss"] = {variant: round(loss, 4) for variant, loss in losses.items()}

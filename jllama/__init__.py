@@ -1,6 +1,6 @@
 """jllama: the Llama family in JAX and Flax.
 
-Load a model, let it write, talk with it::
+Load a model, generate text, chat::
 
     model = jllama.load("runs/quickstart")  # or a Hugging Face, Meta, GGUF or llama2.c checkpoint
     print(jllama.generate(model, "Once upon", max_new_tokens=50, temperature=0.8)[0].text)
@@ -9,13 +9,13 @@ Load a model, let it write, talk with it::
     print(jllama.chat(model, [{"role": "user", "content": "Hello!"}]).text)
     logits = model([[1, 15, 8]])  # [batch, seq, vocab]
 
-``help(jllama.generate)`` explains the settings, ``Grammar`` is what a text must match. ``Conversation`` keeps what was
-said, ``warm_up`` compiles ahead, ``Engine`` is the batch that texts come into and leave. ``save``, ``convert`` and
-``load_tokenizer`` work on files; ``LlamaConfig`` describes a model, ``Llama`` is its Flax module, ``train`` trains one,
-``compile_training`` is for a training loop of your own.
-The pure functions are in ``jllama.functional``, the same in NumPy in ``jllama.oracle``; ``jllama.check`` holds yours
-against them.
-What goes wrong is a ``JllamaError``, a wrong argument its ``UsageError``.
+``help(jllama.generate)`` explains the settings; a ``Grammar`` is what a text must match.
+``Conversation`` stores a chat, ``warm_up`` compiles ahead, ``Engine`` is the batch that requests
+enter and leave. ``save``, ``convert`` and ``load_tokenizer`` work on files. ``LlamaConfig``
+describes a model, ``Llama`` is its Flax module, ``train`` trains one, ``compile_training`` is for
+your own training loop. The pure functions are in ``jllama.functional``, the same in NumPy in
+``jllama.oracle``; ``jllama.check`` compares your functions with them. Errors are a ``JllamaError``;
+for a wrong argument it is a ``UsageError``.
 """
 
 import ast
@@ -25,35 +25,19 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if (
-    TYPE_CHECKING
-):  # for editors and type checkers; at run time a name is imported when it is first used
+# For editors and type checkers; at run time a name is imported when it is first used.
+if TYPE_CHECKING:
     from jllama import check as check, functional as functional, oracle as oracle
     from jllama.checkpoints.registry import (
         FORMATS as FORMATS,
         Format as Format,
         convert as convert,
         load as load,
+        load_tokenizer as load_tokenizer,
+        save as save,
     )
-    from jllama.checkpoints.registry import load_tokenizer as load_tokenizer, save as save
-    from jllama.language_model import LanguageModel as LanguageModel
     from jllama.config import LlamaConfig as LlamaConfig
-    from jllama.errors import JllamaError as JllamaError, UsageError as UsageError
-    from jllama.evaluation.scoring import perplexity as perplexity
-    from jllama.grammar import Grammar as Grammar
     from jllama.conversation import Conversation as Conversation, chat as chat
-    from jllama.generation.sampling_params import Prompt as Prompt, SamplingParams as SamplingParams
-    from jllama.generation.engine import Engine as Engine
-    from jllama.generation.generate import (
-        generate as generate,
-        stream as stream,
-        warm_up as warm_up,
-    )
-    from jllama.generation.text import Completion as Completion
-    from jllama.model import KVCache as KVCache, Llama as Llama, initial_params as initial_params
-    from jllama.decode_params import DecodeParams as DecodeParams, decode_layout as decode_layout
-    from jllama.model import build_model as build_model
-    from jllama.presets import PRESETS as PRESETS, preset as preset
     from jllama.data.batches import (
         Batch as Batch,
         text_batch as text_batch,
@@ -62,12 +46,39 @@ if (
     from jllama.data.config import DataConfig as DataConfig
     from jllama.data.datasets import BatchSource as BatchSource
     from jllama.data.tokens import prepare_data as prepare_data
-    from jllama.rope_scaling import DynamicScaling as DynamicScaling, LinearScaling as LinearScaling
-    from jllama.rope_scaling import Llama3Scaling as Llama3Scaling, RopeScaling as RopeScaling
-    from jllama.rope_scaling import YarnScaling as YarnScaling
+    from jllama.decode_params import DecodeParams as DecodeParams, decode_layout as decode_layout
+    from jllama.errors import JllamaError as JllamaError, UsageError as UsageError
+    from jllama.evaluation.scoring import perplexity as perplexity
+    from jllama.generation.engine import Engine as Engine
+    from jllama.generation.generate import (
+        generate as generate,
+        stream as stream,
+        warm_up as warm_up,
+    )
+    from jllama.generation.sampling_params import Prompt as Prompt, SamplingParams as SamplingParams
+    from jllama.generation.text import Completion as Completion
+    from jllama.grammar import Grammar as Grammar
+    from jllama.language_model import LanguageModel as LanguageModel
+    from jllama.model import (
+        KVCache as KVCache,
+        Llama as Llama,
+        build_model as build_model,
+        initial_params as initial_params,
+    )
+    from jllama.presets import PRESETS as PRESETS, preset as preset
+    from jllama.rope_scaling import (
+        DynamicScaling as DynamicScaling,
+        LinearScaling as LinearScaling,
+        Llama3Scaling as Llama3Scaling,
+        RopeScaling as RopeScaling,
+        YarnScaling as YarnScaling,
+    )
     from jllama.sharding import make_mesh as make_mesh
-    from jllama.training.config import LoopConfig as LoopConfig, OptimizerConfig as OptimizerConfig
-    from jllama.training.config import TrainConfig as TrainConfig
+    from jllama.training.config import (
+        LoopConfig as LoopConfig,
+        OptimizerConfig as OptimizerConfig,
+        TrainConfig as TrainConfig,
+    )
     from jllama.training.loop import train as train
     from jllama.training.objectives import OBJECTIVES as OBJECTIVES
     from jllama.training.optimizer import OPTIMIZERS as OPTIMIZERS
@@ -76,17 +87,17 @@ if (
 __version__ = "0.1.0"
 
 if os.environ.get("JLLAMA_CHECK_SHAPES", "0") not in ("", "0"):
-    importlib.import_module(
-        "jllama.typecheck"
-    )  # before all other modules, which it changes as they are imported
+    # Before all other modules, which it changes as they are imported.
+    importlib.import_module("jllama.typecheck")
 
-_IMPORTS = [
-    node
+_HOMES = {
+    alias.name: str(node.module)
     for node in ast.walk(ast.parse(Path(__file__).read_text()))
     if isinstance(node, ast.ImportFrom)
-]
-_HOMES = {alias.name: str(node.module) for node in _IMPORTS for alias in node.names if alias.asname}
-"""The module of each public name: the imports above, so that there is one list of them."""
+    for alias in node.names
+    if alias.asname
+}
+"""The module of each public name, read from the imports above, so that there is one list."""
 
 __all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
@@ -96,12 +107,11 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used: ``import jllama.functional`` needs nothing but jax."""
+    """Import a public name when it is first used; ``import jllama.functional`` needs only jax."""
     if name not in _HOMES:
-        near = difflib.get_close_matches(name, _HOMES, 1)
-        raise AttributeError(
-            f"module 'jllama' has no attribute {name!r}{f'; did you mean {near[0]}?' if near else ''}"
-        )
+        nearest = difflib.get_close_matches(name, _HOMES, 1)
+        advice = f"; did you mean {nearest[0]}?" if nearest else ""
+        raise AttributeError(f"module 'jllama' has no attribute {name!r}{advice}")
     if _HOMES[name] == "jllama":
         return importlib.import_module(f"jllama.{name}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -20,13 +20,9 @@ PARTS = ("attention", "attention_weights", "feed_forward")
 
 def check_names(config: LlamaConfig, names: tuple[str, ...]) -> None:
     """Raise ``UsageError`` for a name that ``activations`` does not have."""
-    layers = [f"layers/{number}" for number in range(config.num_layers)]
-    known = [
-        "embedding",
-        "final_norm",
-        *layers,
-        *(f"{layer}/{part}" for layer in layers for part in PARTS),
-    ]
+    layers = [f"layers/{index}" for index in range(config.num_layers)]
+    parts = [f"{layer}/{part}" for layer in layers for part in PARTS]
+    known = ["embedding", "final_norm", *layers, *parts]
     for name in names:
         if name not in known:
             raise unknown_name("activation", name, known)
@@ -40,43 +36,44 @@ def activations(
     names: tuple[str, ...],
     segments: Int[Array, "batch seq"] | None = None,
 ) -> dict[str, Array]:
-    """These activations of whole sequences, see ``LanguageModel.capture``; what is not asked for is not computed."""
+    """Compute the activations of these names for whole sequences, see ``LanguageModel.capture``.
+
+    Others are not computed, as the compiled program does not return them.
+    """
     llama = build_model(config, params)
     length = tokens.shape[1]
     check_length(config, length)
     mask = F.Mask(query_segments=segments, key_segments=segments)
-    attend = attention_inputs(config, jnp.arange(length)[None], mask, length)
+    inputs = attention_inputs(config, jnp.arange(length)[None], mask, length)
     x = llama.embedding(tokens)
-    found = {"embedding": x}
-    for number, layer in enumerate(_layers(llama)):
-        name = f"layers/{number}"
-        for part, value in zip(PARTS, _parts(layer, x, attend), strict=True):
-            found[f"{name}/{part}"] = value
-        x, _ = layer(x, attend)
-        found[name] = x
-    found["final_norm"] = F.rms_norm(x, llama.final_norm[...], config.norm_eps)
-    return {name: found[name] for name in names}
+    values = {"embedding": x}
+    for index, layer in enumerate(_layers(llama)):
+        name = f"layers/{index}"
+        for part, value in zip(PARTS, _parts(layer, x, inputs), strict=True):
+            values[f"{name}/{part}"] = value
+        x, _ = layer(x, inputs)
+        values[name] = x
+    values["final_norm"] = F.rms_norm(x, llama.final_norm[...], config.norm_eps)
+    return {name: values[name] for name in names}
 
 
-def _parts(layer: Layer, x: Array, attend: AttentionInputs) -> tuple[Array, Array, Array]:
-    """What ``PARTS`` names of a layer with the input ``x``."""
+def _parts(layer: Layer, x: Array, inputs: AttentionInputs) -> tuple[Array, Array, Array]:
+    """Compute the ``PARTS`` of a layer whose input is ``x``."""
     normed = F.rms_norm(x, layer.attn_norm[...], layer.norm_eps)
     query, key, _ = layer.heads(normed)
-    query, key = (F.apply_rope(each, attend.cos, attend.sin) for each in (query, key))
-    weights = F.attention_weights(query, key, attend.mask.dense(x.shape[1], x.shape[1]))
-    mixed, _ = layer.attention(normed, attend)
-    return (
-        mixed,
-        weights,
-        layer.feed_forward(F.rms_norm(x + mixed, layer.mlp_norm[...], layer.norm_eps)),
-    )
+    query = F.apply_rope(query, inputs.cos, inputs.sin)
+    key = F.apply_rope(key, inputs.cos, inputs.sin)
+    weights = F.attention_weights(query, key, inputs.mask.dense(x.shape[1], x.shape[1]))
+    mixed, _ = layer.attention(normed, inputs)
+    normed = F.rms_norm(x + mixed, layer.mlp_norm[...], layer.norm_eps)
+    return mixed, weights, layer.feed_forward(normed)
 
 
 def _layers(llama: Llama) -> Iterator[Layer]:
-    """Each layer, also of those that are stacked."""
-    for number in range(llama.config.num_layers):
+    """Yield each layer, also of stacked ones."""
+    for index in range(llama.config.num_layers):
         if isinstance(llama.layers, Layer):
             graph, stacked = nnx.split(llama.layers)
-            yield nnx.merge(graph, jax.tree.map(lambda leaf: leaf[number], stacked))  # noqa: B023
+            yield nnx.merge(graph, jax.tree.map(lambda leaf: leaf[index], stacked))  # noqa: B023
         else:
-            yield llama.layers[str(number)]
+            yield llama.layers[str(index)]

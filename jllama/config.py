@@ -1,7 +1,6 @@
-"""The architecture of one Llama, how its work is split over devices, what a text must match: as data."""
+"""Configuration dataclasses: mesh, processes, LoRA, the model; and what a text must match."""
 
 import dataclasses
-import functools
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from jllama.errors import MAX_SEQ_LEN, UsageError, check_fields, check_size
@@ -9,13 +8,19 @@ from jllama.rope_scaling import RopeScaling
 
 Scaling = RopeScaling | None
 if not TYPE_CHECKING:
-    Scaling = dict[str, Any] | Scaling  # as a configuration gives it, by its options
+    Scaling = dict[str, Any] | Scaling  # a configuration file has a mapping
 
 MAX_SIZES = {
-    **{"vocab_size": 1 << 24, "num_layers": 10_000, "embed_dim": 1 << 20, "mlp_dim": 1 << 22},
-    **dict.fromkeys(("num_heads", "num_kv_heads", "head_dim"), 1 << 14),
+    "vocab_size": 1 << 24,
+    "num_layers": 10_000,
+    "embed_dim": 1 << 20,
+    "mlp_dim": 1 << 22,
+    "num_heads": 1 << 14,
+    "num_kv_heads": 1 << 14,
+    "head_dim": 1 << 14,
     "max_seq_len": MAX_SEQ_LEN,
-}  # of a ``LlamaConfig``: at least 25 times any released Llama's, so what is larger is a slip or a damaged file
+}
+"""Limits of a ``LlamaConfig``, at least 25 times any released Llama: more is a slip or damage."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,10 +29,11 @@ class MeshConfig:
 
     Args:
         data: copies of the model, each with its share of the batch.
-        fsdp: ways to split the parameters (and the batch), gathered where they are used.
+        fsdp: ways to split the parameters (and the batch); they are gathered where they are used.
         tensor: ways to split heads, feed-forward width and vocabulary.
         sequence: ways to split the tokens of each row, for long contexts.
-        rules: mesh axes that split logical axes, in place of ``jllama.sharding.RULES``: ``{"mlp": ["tensor"]}``.
+        rules: mesh axes that split logical axes, in place of those in ``jllama.sharding.RULES``:
+            ``{"mlp": ["tensor"]}``.
     """
 
     data: int = -1
@@ -38,25 +44,27 @@ class MeshConfig:
 
     def __post_init__(self) -> None:
         if self.data == 0:
-            object.__setattr__(self, "data", -1)  # as runs of 0.1 have it
+            object.__setattr__(self, "data", -1)  # runs of version 0.1 have 0
         sizes = {name: size for name, size in vars(self).items() if name != "rules"}
-        if list(sizes.values()).count(-1) > 1 or any(
-            size < 1 and size != -1 for size in sizes.values()
-        ):
+        num_derived = list(sizes.values()).count(-1)
+        if num_derived > 1 or any(size < 1 and size != -1 for size in sizes.values()):
             raise UsageError(
-                f"the mesh {sizes} needs positive sizes; one of them may be -1: all that is left"
+                f"the mesh {sizes} needs positive sizes; one may be -1, for all remaining devices"
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class DistributedConfig:
-    """The processes that train one model together: all get the same options, each its own ``process_id``.
+    """The processes that train one model together.
+
+    All get the same options, except that each has its own ``process_id``.
 
     Args:
-        coordinator: ``HOST:PORT`` where process 0 listens; ``auto`` asks Cloud TPU, SLURM, Open MPI or Kubernetes.
-        num_processes: how many there are.
-        process_id: which of them this is, from 0.
-        timeout_s: how long to wait until all have come.
+        coordinator: ``HOST:PORT`` where process 0 listens; ``auto`` asks Cloud TPU, SLURM, Open MPI
+            or Kubernetes.
+        num_processes: number of processes.
+        process_id: index of this process, from 0.
+        timeout_s: seconds to wait until all processes have connected.
     """
 
     coordinator: str = ""
@@ -65,19 +73,25 @@ class DistributedConfig:
     timeout_s: int = 300
 
     def __post_init__(self) -> None:
-        check, (host, _, port) = (
-            functools.partial(check_fields, self, "distributed."),
-            self.coordinator.rpartition(":"),
-        )
-        by_hand = bool(host) and port.isdigit()
-        check(
+        host, _, port = self.coordinator.rpartition(":")
+        has_address = bool(host) and port.isdigit()
+        check_fields(
+            self,
+            "distributed.",
             "coordinator",
-            lambda text: by_hand or text in ("", "auto"),
+            lambda text: has_address or text in ("", "auto"),
             "HOST:PORT, auto or left out",
         )
-        said = "at least 1" if by_hand else "left out without a coordinator as HOST:PORT"
-        check("num_processes", lambda number: number >= 1 if by_hand else number == 1, said)
-        check(
+        check_fields(
+            self,
+            "distributed.",
+            "num_processes",
+            lambda number: number >= 1 if has_address else number == 1,
+            "at least 1" if has_address else "left out unless distributed.coordinator is HOST:PORT",
+        )
+        check_fields(
+            self,
+            "distributed.",
             "process_id",
             lambda index: 0 <= index < self.num_processes,
             f"from 0 to {self.num_processes - 1}",
@@ -86,17 +100,19 @@ class DistributedConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adapters: every product ``x W`` with an adapted matrix becomes ``x W + scale (x A) B``, and only ``A``
-    and ``B`` are trained (Hu et al. 2021, arXiv:2106.09685).
+    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685).
+
+    Every product ``x W`` with an adapted matrix becomes ``x W + scale (x A) B``; only ``A`` and
+    ``B`` are trained.
 
     Args:
         rank: columns of A and rows of B; 0 trains all parameters instead.
         alpha: scale = alpha / rank.
-        targets: the matrices of a layer that are adapted, by their names in the table of parameters.
+        targets: the matrices of a layer to adapt, by their names in the table of parameters.
         rank_stabilized: scale = alpha / sqrt(rank) (rsLoRA, arXiv:2312.03732).
-        dora: each output of ``W + scale A B`` is brought to a trained length (DoRA, arXiv:2402.09353).
-        base: how the frozen weights are held: as they are computed with (``auto``), in bfloat16, or in 8 or 4 bits
-            (``nf4`` needs the package qwix).
+        dora: scale each output of ``W + scale A B`` to a trained length (DoRA, arXiv:2402.09353).
+        base: numbers that store the frozen weights: those of the computation (``auto``), bfloat16,
+            8 or 4 bits (``nf4`` needs the package qwix).
     """
 
     rank: int = 0
@@ -118,29 +134,30 @@ class LoraConfig:
         check_fields(self, "lora.", "alpha", lambda alpha: 0 < alpha < 1e9, "positive")
         object.__setattr__(self, "targets", tuple(self.targets))  # YAML and JSON have lists
 
-    scale = property(
-        lambda self: self.alpha / self.rank ** (0.5 if self.rank_stabilized else 1),
-        doc="Multiplies A B.",
-    )
+    @property
+    def scale(self) -> float:
+        """The factor of the product ``A B``."""
+        return self.alpha / self.rank ** (0.5 if self.rank_stabilized else 1)
 
 
 def llama_mlp_dim(
     embed_dim: int, *, multiple_of: int = 256, multiplier: float | None = None
 ) -> int:
-    """Llama's rule for the width of the feed-forward block: two thirds of ``4 * embed_dim`` (SwiGLU has three matrices
-    for a plain block's two), times ``multiplier`` if given, rounded up to a multiple of ``multiple_of``.
+    """Return the width of the feed-forward block by Llama's rule.
 
+    Two thirds of ``4 * embed_dim``, since SwiGLU has three matrices for a plain block's two, times
+    ``multiplier`` if it is set, rounded up to a multiple of ``multiple_of``.
     Source: Meta's reference ``FeedForward`` for Llama 1 to 3.
     """
     width = int(2 * (4 * embed_dim) / 3)
-    return multiple_of * -(
-        -(width if multiplier is None else int(multiplier * width)) // multiple_of
-    )
+    if multiplier is not None:
+        width = int(multiplier * width)
+    return (width + multiple_of - 1) // multiple_of * multiple_of
 
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """Every number that shapes a Llama. A size left at 0 is worked out from the others.
+    """All numbers that define a Llama; sizes that are 0 are derived from the others.
 
     Args:
         vocab_size: rows of the embedding table; in training, 0 takes the tokenizer's.
@@ -153,9 +170,14 @@ class LlamaConfig:
         max_seq_len: the longest context, in tokens.
         norm_eps: epsilon inside RMSNorm's square root.
         rope_theta: base of the rotary frequencies.
-        rope_scaling: stretches the rotary frequencies for long contexts: a ``RopeScaling``, or a mapping of ``type``
-            (linear, dynamic, llama3, yarn), ``factor`` and that type's other fields; null for none.
+        rope_scaling: stretches the rotary frequencies for long contexts: a ``RopeScaling``, or a
+            mapping of ``type`` (linear, dynamic, llama3, yarn), ``factor`` and that type's other
+            fields; null for none.
         tie_embeddings: the output head is the embedding table, transposed.
+
+    >>> config = LlamaConfig(vocab_size=32_000, embed_dim=512, num_heads=8)
+    >>> config.head_dim, config.mlp_dim
+    (64, 1536)
     """
 
     vocab_size: int = 0
@@ -173,40 +195,51 @@ class LlamaConfig:
 
     def __post_init__(self) -> None:
         derived = ("vocab_size", "num_kv_heads", "head_dim", "mlp_dim")
-        for name, most in MAX_SIZES.items():
-            check_size(name, getattr(self, name), most, least=0 if name in derived else 1)
+        for name, max_size in MAX_SIZES.items():
+            min_size = 0 if name in derived else 1
+            check_size(name, getattr(self, name), max_size, min_size=min_size)
         check_fields(
             self, "", "norm_eps rope_theta", lambda value: 0 < value < 1e300, "positive, and finite"
         )
         check_fields(self, "", "tie_embeddings", lambda value: type(value) is bool, "true or false")
         if not self.head_dim and self.embed_dim % self.num_heads:
-            given = f"embed_dim {self.embed_dim} is not divisible by num_heads {self.num_heads}"
-            raise UsageError(f"{given}: change one of them or give head_dim")
+            raise UsageError(
+                f"embed_dim {self.embed_dim} is not divisible by num_heads {self.num_heads}: "
+                "change one of them or give head_dim"
+            )
         object.__setattr__(self, "num_kv_heads", self.num_kv_heads or self.num_heads)
         object.__setattr__(self, "head_dim", self.head_dim or self.embed_dim // self.num_heads)
         object.__setattr__(self, "mlp_dim", self.mlp_dim or llama_mlp_dim(self.embed_dim))
         if self.num_heads % self.num_kv_heads:
-            given = (
-                f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.num_kv_heads}"
+            raise UsageError(
+                f"num_heads {self.num_heads} is not divisible by num_kv_heads "
+                f"{self.num_kv_heads}: every key-value head serves the same number of query heads"
             )
-            raise UsageError(f"{given}: every key-value head serves the same number of query heads")
         if self.head_dim % 2:
             raise UsageError(
                 f"head_dim {self.head_dim} is odd: rotary embedding turns pairs, so it must be even"
             )
         if isinstance(self.rope_scaling, dict):
             object.__setattr__(self, "rope_scaling", RopeScaling.from_fields(self.rope_scaling))
-        if scaling := self.rope_scaling:
-            for name, least in scaling.least.items():
-                said = f"over {least} with rope_scaling of type {scaling.type}"
-                check_fields(self, "", name, lambda value, least=least: value > least, said)
+        scaling = self.rope_scaling
+        if not scaling:
+            return
+        for name, bound in scaling.must_exceed.items():
+            expected = f"over {bound} with rope_scaling of type {scaling.type}"
+            check_fields(self, "", name, lambda value, bound=bound: value > bound, expected)
 
 
 GrammarKind = Literal["json_schema", "regex", "lark"]
 
 
 class Grammar(NamedTuple):
-    """What a text must match, from its first character to its end."""
+    """What a text must match from its first to its last character.
+
+    Example::
+
+        year = jllama.Grammar("regex", "[0-9]{4}")
+        print(jllama.generate(model, "Llamas were tamed in ", grammar=year)[0].text)
+    """
 
     kind: GrammarKind
-    text: str  # the schema as JSON, the regular expression, or the grammar in llguidance's dialect of Lark
+    text: str  # the schema as JSON, the expression, or the grammar in llguidance's dialect of Lark

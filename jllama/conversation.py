@@ -26,11 +26,20 @@ def chat_ids(
     template: str | None = None,
     add_generation_prompt: bool = True,
 ) -> list[int]:
-    """The token ids of a conversation: those of transformers' ``apply_chat_template``.
+    """Return a conversation's token ids, the same as transformers' ``apply_chat_template``.
 
-    Special tokens in the text that the template makes become their ids, also those that a message spells out; BOS is
-    there if the template puts it there. ``add_generation_prompt`` ends with what begins an answer. Raises
-    ``JllamaError``: a message is not as ``Message`` says, the model has no tokenizer, or the template fails.
+    Special tokens in the template's text become their ids, also those that a message spells out.
+    BOS is added only by the template.
+
+    Args:
+        model: a model with a tokenizer.
+        messages: the conversation.
+        template: Jinja; None: that of ``find_template``.
+        add_generation_prompt: whether to end with the beginning of an answer.
+
+    Raises:
+        JllamaError: a message is not a ``Message``, the model has no tokenizer, or the template
+            fails.
     """
     check_messages(messages)
     tokenizer = model.text_tokenizer
@@ -48,18 +57,32 @@ def chat(
     template: str | None = None,
     **fields: Unpack[SamplingFields],
 ) -> Completion:
-    """The model's answer to a conversation; ``Conversation`` keeps one, and what was computed for it.
+    """Return the model's answer to a conversation; ``Conversation`` reuses earlier computations.
 
-    ``template`` is Jinja, None is ``find_template``'s; the other arguments are those of ``generate``. Raises
-    ``JllamaError`` as ``chat_ids`` does, and where the conversation exceeds the context.
+    ``template`` is Jinja, None that of ``find_template``; the other arguments are those of
+    ``generate``.
+
+    Raises:
+        JllamaError: as ``chat_ids``, and if the conversation exceeds the context.
+
+    Example::
+
+        answer = jllama.chat(model, [{"role": "user", "content": "Hello!"}], max_new_tokens=100)
+        print(answer.text)
     """
-    ids, ends = _answerable(model, messages, template, max_new_tokens)
-    return generate(model, ids, sampling, stop=stop, **ends, **fields)[0]
+    ids, limits = _prepare(model, messages, template, max_new_tokens)
+    return generate(model, ids, sampling, stop=stop, **limits, **fields)[0]
 
 
 @dataclasses.dataclass
 class Conversation:
-    """A conversation with a model. Its keys and values are kept, so an answer computes only what is new.
+    """A conversation with a model; keys and values are cached, so an answer computes what is new.
+
+    Args:
+        model: a model with a tokenizer.
+        template: Jinja; None: that of ``find_template``.
+        messages: the conversation so far, as in ``chat``.
+        engine: the engine that caches keys and values; None: made for the first answer.
 
     Example::
 
@@ -69,11 +92,9 @@ class Conversation:
     """
 
     model: LanguageModel
-    template: str | None = None  # None is find_template's
-    messages: list[Message] = dataclasses.field(
-        default_factory=list
-    )  # what has been said, as in ``chat``
-    engine: Engine | None = None  # which keeps what has been computed
+    template: str | None = None
+    messages: list[Message] = dataclasses.field(default_factory=list)
+    engine: Engine | None = None
 
     def answer(
         self,
@@ -82,52 +103,59 @@ class Conversation:
         max_new_tokens: int | None = None,
         **fields: Unpack[SamplingFields],
     ) -> Generator[str, None, Completion]:
-        """Say ``text`` to the model and hear its answer, in pieces as they come; both become messages.
+        """Send a message and yield the model's answer in pieces; both are added to ``messages``.
 
-        Where the generator, which returns the ``Completion``, is closed before its end, what was heard until then is
-        the answer. Arguments and errors are those of ``chat``; after an error, ``text`` has not been said.
+        The generator returns the ``Completion``. If it is closed early, the answer is what it has
+        yielded. Arguments and errors are those of ``chat``; after an error nothing is added.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
-        ids, ends = _answerable(self.model, messages, self.template, max_new_tokens)
-        if self.engine is None or self.engine.busy:  # with another answer that is not at its end
+        ids, limits = _prepare(self.model, messages, self.template, max_new_tokens)
+        if self.engine is None or self.engine.busy:  # another answer has not ended
             self.engine = Engine(self.model, 1, block_s=BLOCK_S, resumes=True)
-        heard = ""
-        with contextlib.closing(
-            stream(self.model, ids, sampling, engine=self.engine, **ends, **fields)
-        ) as pieces:
+        answer = ""
+        pieces = stream(self.model, ids, sampling, engine=self.engine, **limits, **fields)
+        with contextlib.closing(pieces):
             while True:
                 try:
                     piece = next(pieces)
                 except StopIteration as end:
-                    self.messages = [*messages, {"role": "assistant", "content": heard}]
+                    self.messages = [*messages, {"role": "assistant", "content": answer}]
                     return end.value
-                heard += piece
-                self.messages = [*messages, {"role": "assistant", "content": heard}]
+                answer += piece
+                self.messages = [*messages, {"role": "assistant", "content": answer}]
                 yield piece
 
     def undo(self) -> str:
-        """Take back the last question and its answer; returns the question (``UsageError`` if there is none)."""
-        questions = [
-            index for index, message in enumerate(self.messages) if message["role"] == "user"
-        ]
-        if not questions:
-            raise UsageError("nothing was said that could be taken back")
-        question = self.messages[questions[-1]]["content"]
-        self.messages = self.messages[: questions[-1]]
-        return question
+        """Remove the last question and its answer, and return the question.
+
+        Raises:
+            UsageError: there is no question.
+        """
+        for index in reversed(range(len(self.messages))):
+            if self.messages[index]["role"] == "user":
+                question = self.messages[index]["content"]
+                self.messages = self.messages[:index]
+                return question
+        raise UsageError("there is no question to take back")
 
 
-def _answerable(
+def _prepare(
     model: LanguageModel,
     messages: Sequence[Message],
     template: str | None,
     max_new_tokens: int | None,
 ) -> tuple[list[int], dict[str, Any]]:
-    """The conversation's ids, and what ends its answer: no number of tokens where the context ends sooner."""
-    ids, context = chat_ids(model, messages, template), model.config.max_seq_len
+    """Return a conversation's ids, and the limits of its answer as arguments of ``generate``.
+
+    If ``max_new_tokens`` exceeds the context, the answer ends with the context.
+    """
+    ids = chat_ids(model, messages, template)
+    context = model.config.max_seq_len
     if len(ids) >= context:
-        wrong = f"the conversation now has {len(ids)} tokens and the model's context is {context}"
-        raise JllamaError(f"{wrong}: begin a new one, or say less")
+        raise JllamaError(
+            f"the conversation now has {len(ids)} tokens and the model's context is {context}: "
+            "begin a new one, or say less"
+        )
     stop_ids = end_of_turn_ids(model.text_tokenizer, model.stop_ids)
     fits = max_new_tokens is None or len(ids) + max_new_tokens <= context
     return ids, {"max_new_tokens": max_new_tokens if fits else None, "stop_ids": stop_ids}

@@ -1,4 +1,4 @@
-"""The devices of this machine and what is published of others: memory, rates, and what to say of them."""
+"""Devices: memory, published rates and descriptions of this machine's, and those of other kinds."""
 
 import contextlib
 import ctypes
@@ -15,26 +15,36 @@ from jax.sharding import Mesh
 
 
 class Accelerator(NamedTuple):
-    """A kind of TPU or GPU; rates per second, those between devices as what one device can receive.
+    """A kind of TPU or GPU; rates are per second, between devices those that one can receive.
 
-    ``chip`` is what XLA is told of a GPU: capability, cores, clock in GHz, MiB of second-level cache.
+    Args:
+        kind: the start of ``jax.Device.device_kind``.
+        memory_bytes: memory for a program: for a TPU by its compiler, for a GPU as it reports.
+        flops: dense bfloat16 operations, two for each multiply-add.
+        bandwidth: bytes from its memory.
+        links: bytes over all links of a TPU in one direction, or over NVLink or PCIe of a GPU.
+        chip: a GPU's description for XLA: capability, cores, clock in GHz, MiB of second-level
+            cache.
+        network: bytes from outside a GPU's node, with the network cards of usual systems.
+        sides: dimensions of a TPU's torus; 0 for GPUs.
+        node: GPUs that links connect.
     """
 
-    kind: str  # how ``jax.Device.device_kind`` begins
-    memory_bytes: float  # what a program can have: of a TPU by its compiler, of a GPU as it reports
-    flops: float  # dense bfloat16 operations, two for each multiply-add
-    bandwidth: float  # bytes from its memory
-    links: float  # bytes over all links of a TPU in one direction, over NVLink or PCIe of a GPU
+    kind: str
+    memory_bytes: float
+    flops: float
+    bandwidth: float
+    links: float
     chip: tuple[float, ...] = ()
-    network: float = (
-        50e9  # bytes from outside of a GPU's node, by the network cards of usual systems
-    )
-    sides: int = 0  # of a TPU's torus; 0 for GPUs
-    node: int = 8  # GPUs that links connect
+    network: float = 50e9
+    sides: int = 0
+    node: int = 8
 
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of <malloc.h>
-_GIB, _H100_BYTES = 2**30, 84942979072
+_M_TRIM_THRESHOLD = -1  # of <malloc.h>
+_M_MMAP_MAX = -4
+_GIB = 2**30
+_H100_BYTES = 84942979072
 ACCELERATORS = {
     "v4": Accelerator("TPU v4", 30.75 * _GIB, 275e12, 1.2e12, 300e9, sides=3),
     "v5e": Accelerator("TPU v5 lite", 15.75 * _GIB, 197e12, 0.819e12, 200e9, sides=2),
@@ -62,41 +72,44 @@ ACCELERATORS = {
     ),
     "l4": Accelerator("NVIDIA L4", 21.9 * _GIB, 121e12, 0.3e12, 32e9, (8.9, 58, 2.04, 48), 12.5e9),
 }
-"""By the names that topologies begin with, a longer ``kind`` first.
+"""Accelerators by the names that topologies begin with; a longer ``kind`` comes first.
 
-Sources: Google's documentation of each TPU version, NVIDIA's data sheets, and what GPUs report (in XLA's sources, under
-``xla/backends/gpu/target_config/specs``).
+Sources: Google's documentation of each TPU version, NVIDIA's data sheets, and what GPUs report (in
+XLA's sources, under ``xla/backends/gpu/target_config/specs``).
 """
 
 
 def published(device_kind: str) -> Accelerator | None:
-    """What is published of a device; None where nothing is known."""
+    """Return the published numbers of a kind of device; None if it is unknown."""
     return next((row for row in ACCELERATORS.values() if device_kind.startswith(row.kind)), None)
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """The published bfloat16 operations a second of a device; None where they are not known."""
+    """Return the published bfloat16 operations per second of a device; None if unknown."""
     accelerator = published(device_kind)
     return accelerator.flops if accelerator else None
 
 
 def loss_chunk_tokens(device: Any, vocab_size: int) -> int:
-    """How many tokens' logits the loss makes at a time: 256 MiB of them in float32, and at most 2,048 tokens.
+    """Return for how many tokens the loss computes logits at a time.
 
-    Of a GPU 1/32 of its memory and at most 4,096: each chunk adds to the gradient of the head, which is read and
-    written whole.
+    Logits in float32 take up to 256 MiB, for at most 2,048 tokens. On a GPU they take up to 1/32 of
+    its memory, for at most 4,096 tokens: each chunk adds to the gradient of the head, which is read
+    and written whole.
     """
-    chunk_bytes, most = 2**28, 2048
+    chunk_bytes, max_tokens = 2**28, 2048
     accelerator = published(device.device_kind)
     if device.platform == "gpu" and accelerator:
-        chunk_bytes, most = int(accelerator.memory_bytes) // 32, 4096
-    return min(most, max(chunk_bytes // (4 * vocab_size), 1))
+        chunk_bytes = int(accelerator.memory_bytes) // 32
+        max_tokens = 4096
+    return min(max_tokens, max(chunk_bytes // (4 * vocab_size), 1))
 
 
 def keep_freed_memory() -> None:
     """Let this process keep the memory that it frees, for the next step of a program on a CPU.
 
-    Otherwise glibc gives each large temporary back to the system, which clears its pages anew for every step.
+    Otherwise glibc returns each large temporary to the system, which clears its pages for every
+    step.
     """
     with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
@@ -105,72 +118,73 @@ def keep_freed_memory() -> None:
 
 
 def device_bytes(tree: Any) -> int:
-    """What one device holds of arrays, or of abstract ones."""
+    """Return the bytes that arrays, or abstract ones, take on one device."""
     total = 0
     for leaf in jax.tree.leaves(tree):
-        shape = (
-            leaf.sharding.shard_shape(leaf.shape) if getattr(leaf, "sharding", None) else leaf.shape
-        )
-        bits = 4 if leaf.dtype == jnp.uint4 else 8 * leaf.dtype.itemsize  # whose own is a byte
+        sharding = getattr(leaf, "sharding", None)
+        shape = sharding.shard_shape(leaf.shape) if sharding else leaf.shape
+        bits = 4 if leaf.dtype == jnp.uint4 else 8 * leaf.dtype.itemsize  # uint4's itemsize is 1
         total += math.prod(shape) * bits // 8
     return total
 
 
 def program_bytes(compiled: Any) -> tuple[int, int]:
-    """What a compiled program holds of one device: its arguments, and what it takes besides."""
+    """Return the bytes of a compiled program on one device: of its arguments, and of all else."""
     memory = compiled.memory_analysis()
     fresh = max(0, memory.output_size_in_bytes - memory.alias_size_in_bytes)
     return memory.argument_size_in_bytes, memory.temp_size_in_bytes + fresh
 
 
 def machine_memory_bytes() -> int | None:
-    """The memory of this machine; None where the system does not say (Windows)."""
-    return (
-        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
-    )
+    """Return the memory of this machine; None if the system does not report it (Windows)."""
+    if not hasattr(os, "sysconf"):
+        return None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def device_memory_bytes(device: Any) -> int | None:
-    """What a device can hold, of a CPU what the machine has; None where nobody says."""
+    """Return the memory of a device, for a CPU of the machine; None if it is not reported."""
     if device.platform == "cpu":
         return machine_memory_bytes()
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
 def peak_bytes(devices: Iterable[Any]) -> int | None:
-    """The most that any of the devices has held so far; None on CPUs, which do not say."""
-    held = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
-    return max((size for size in held if size), default=None)
+    """Return the largest memory use of any device so far; None on CPUs, which report none."""
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
+    return max(filter(None, peaks), default=None)
 
 
 def describe_devices(mesh: Mesh) -> str:
-    """``one CPU``, ``8 x TPU v5 lite``."""
+    """Return a text such as ``one CPU`` or ``8 x TPU v5 lite``."""
     kind = mesh.devices.flat[0].device_kind.replace("cpu", "CPU")
     return f"one {kind}" if mesh.size == 1 else f"{mesh.size} x {kind}"
 
 
 def describe_driver(device: Any, root: Path = Path("/")) -> str:
-    """What else has a say in the bits of a GPU: CUDA, the driver, and XLA's flags; nothing for other devices."""
+    """Describe what the bits of a GPU depend on: CUDA, driver, XLA's flags; empty for others."""
     if device.platform != "gpu":
         return ""
-    said = [" ".join(device.client.platform_version.split())]
+    parts = [" ".join(device.client.platform_version.split())]
     with contextlib.suppress(OSError):
         text = (root / "proc/driver/nvidia/version").read_text(encoding="utf-8")
-        said += [f"driver {version}" for version in re.findall(r"\b\d{3,}\.\d+[.\d]*", text)[:1]]
-    if flags := os.environ.get("XLA_FLAGS"):
-        said.append(f"XLA_FLAGS {flags}")
-    return ", ".join(said)
+        version = re.search(r"\b\d{3,}\.\d+[.\d]*", text)
+        if version:
+            parts.append(f"driver {version[0]}")
+    if os.environ.get("XLA_FLAGS"):
+        parts.append(f"XLA_FLAGS {os.environ['XLA_FLAGS']}")
+    return ", ".join(parts)
 
 
 def idle_accelerator(root: Path = Path("/")) -> str | None:
-    """What to do about a GPU or TPU of this machine that JAX, being installed for the CPU alone, leaves idle."""
+    """Return advice if JAX is installed for the CPU alone and this machine has a GPU or TPU."""
     if jax.default_backend() != "cpu" or os.environ.get("JAX_PLATFORMS"):
         return None
-    said = (
-        "this machine has {} but JAX sees none: pip install 'jllama[{}]', or say JAX_PLATFORMS=cpu"
+    advice = (
+        "this machine has {} but JAX sees none: pip install 'jllama[{}]', or set JAX_PLATFORMS=cpu"
     )
     if (root / "proc/driver/nvidia").exists() or (root / "dev/nvidia0").exists():
-        return said.format("an NVIDIA GPU", "cuda")
+        return advice.format("an NVIDIA GPU", "cuda")
     if list((root / "dev").glob("accel*")) or "TPU_WORKER_ID" in os.environ:
-        return said.format("a TPU", "tpu")
+        return advice.format("a TPU", "tpu")
     return None

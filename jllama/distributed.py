@@ -1,4 +1,4 @@
-"""Processes that train together: how they meet, agree, and end when one is gone. JAX's own runtime connects them."""
+"""Processes that train together: they connect, agree, and all end if one of them is gone."""
 
 import contextlib
 import ctypes
@@ -22,25 +22,33 @@ from jllama.files import fault_of, locked
 from jllama.stop import end
 
 _SILENT_S = 30
-_GONE = f"error: a process has died, failed, not come or been silent for {_SILENT_S} s: see what each said; start all anew"
-_NOT_MET = "error: not all processes have come within {} s: see what each one printed, then start all of them again"
+_ADVICE = "read what each one printed, then start all of them again"
+_GONE = (
+    "error: a process has died, failed, never connected or been silent for "
+    f"{_SILENT_S} s: {_ADVICE}"
+)
+_NOT_CONNECTED = "error: not all processes have connected within {} s: " + _ADVICE
 _NO_CLUSTER = "JAX finds no cluster here: give distributed.coordinator as HOST:PORT"
-_SIGNS = r"Gloo|NCCL|[Cc]oordination|[Bb]arrier|UNAVAILABLE"  # of that, in what JAX raises
-_fate = {"said": _GONE}
-_ABORTED = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: end(_fate["said"], 1))
+_GONE_SIGNS = r"Gloo|NCCL|[Cc]oordination|[Bb]arrier|UNAVAILABLE"
+"""What JAX's errors contain if another process is gone."""
+_abort = {"message": _GONE}
+_ON_ABORT = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: end(_abort["message"], 1))
 
 
 def process_index() -> int:
-    """Which process this is, from 0; a single one is not made to look for its devices, which takes seconds."""
+    """Return this process's index; a single one does not look for devices (that takes seconds)."""
     return jax.process_index() if jax.distributed.is_initialized() else 0
 
 
 @contextlib.contextmanager
 def joined(options: DistributedConfig, folder: Path) -> Iterator[None]:
-    """Inside, all processes of a run have met, and each has its own lock in the run's folder.
+    """Connect all processes of a run, and lock the run's folder for this one, inside the block.
 
-    Collectives would wait forever for one that is gone, so then all end, with a sentence and exit code 1. A coordinator
-    that cannot be reached, and a port, process id or folder in use, raise ``JllamaError``.
+    Collectives would wait forever for a process that is gone, so then all processes print a
+    sentence and end with exit code 1.
+
+    Raises:
+        JllamaError: the coordinator cannot be reached, or a port, process id or folder is in use.
     """
     if options.coordinator == "auto":
         _connect(options)
@@ -49,67 +57,84 @@ def joined(options: DistributedConfig, folder: Path) -> Iterator[None]:
         try:
             yield
         except (RuntimeError, ValueError) as error:
-            if jax.distributed.is_initialized() and re.search(_SIGNS, str(error)):
+            if jax.distributed.is_initialized() and re.search(_GONE_SIGNS, str(error)):
                 end(_GONE, 1)
             raise
 
 
 def _connect(options: DistributedConfig, *address: Any) -> None:
+    """Start JAX's runtime at an address (coordinator, count, index) or in the cluster it finds."""
     if not options.coordinator or jax.distributed.is_initialized():
         return
     if address:
         _find_coordinator(options)
-    ctypes.CDLL(None).signal(
-        signal.SIGABRT, _ABORTED
-    )  # by JAX's runtime, from a thread that Python does not know
+    # JAX's runtime aborts in a thread that Python does not know.
+    ctypes.CDLL(None).signal(signal.SIGABRT, _ON_ABORT)
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
-    seconds = {"heartbeat_timeout_seconds": _SILENT_S, "shutdown_timeout_seconds": _SILENT_S}
-    _fate["said"] = _NOT_MET.format(options.timeout_s)
-    # C++ prints a stack before it aborts, which would bury the sentence: Python's stderr alone goes on, as a copy.
+    _abort["message"] = _NOT_CONNECTED.format(options.timeout_s)
+    # C++ prints a stack before it aborts, which would bury the message: only Python's stderr stays,
+    # as a copy.
     with (
         open(os.dup(2), "w") as copy,
         contextlib.redirect_stderr(copy),
         silent_stderr(),
         fault_of(_NO_CLUSTER, ValueError),
     ):
-        jax.distributed.initialize(*address, initialization_timeout=options.timeout_s, **seconds)
-    _fate["said"] = _GONE
+        jax.distributed.initialize(
+            *address,
+            initialization_timeout=options.timeout_s,
+            heartbeat_timeout_seconds=_SILENT_S,
+            shutdown_timeout_seconds=_SILENT_S,
+        )
+    _abort["message"] = _GONE
 
 
 def _find_coordinator(options: DistributedConfig) -> None:
-    """See that process 0 can listen, and that others reach it, before JAX's runtime does and aborts if not."""
+    """Check that process 0 can listen and that the others reach it; JAX's runtime would abort."""
     host, _, port = options.coordinator.rpartition(":")
     if options.process_id == 0:
-        with fault_of(
-            f"process 0 cannot listen on port {port}: give all another distributed.coordinator",
-            OSError,
-        ):
-            return socket.create_server(("", int(port))).close()
-    said = f"the coordinator {options.coordinator} has not answered for {options.timeout_s} s: start process 0 there"
-    until_s = time.monotonic() + options.timeout_s
-    with fault_of(said, OSError):
+        problem = (
+            f"process 0 cannot listen on port {port}: "
+            "give all processes another distributed.coordinator"
+        )
+        with fault_of(problem, OSError):
+            socket.create_server(("", int(port))).close()
+        return
+    problem = (
+        f"the coordinator {options.coordinator} has not answered for {options.timeout_s} s: "
+        "start process 0 there"
+    )
+    end_s = time.monotonic() + options.timeout_s
+    with fault_of(problem, OSError):
         while True:
             try:
                 return socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
             except OSError:
-                if time.monotonic() > until_s:
+                if time.monotonic() > end_s:
                     raise
                 time.sleep(0.2)
 
 
 def largest(number: int) -> int:
-    """The largest of the numbers that all processes give; each waits here for the others."""
+    """Return the largest of the numbers of all processes; each waits here for the others."""
     return int(np.max(process_allgather(np.int32(number))))
 
 
 def check_same(facts: Mapping[str, Any]) -> None:
-    """Raise ``UsageError``, in every process, for the first fact (its name, and JSON) that differs between them."""
+    """Check that all processes have the same facts, which are JSON by name.
+
+    Raises:
+        UsageError: in every process, for the first fact that differs.
+    """
     if not jax.distributed.is_initialized():
         return
     text = json.dumps(facts).encode()
     texts = process_allgather(np.frombuffer(text.ljust(largest(len(text))), np.uint8))
     first, *others = (json.loads(bytes(row)) for row in np.atleast_2d(texts))
     for index, other in enumerate(others, 1):
-        for name in (name for name in first if first[name] != other.get(name)):
-            said = f"{name} is {first[name]} in process 0 and {other.get(name)} in process {index}"
-            raise UsageError(f"{said}: start every process with the same options")
+        for name, value in first.items():
+            if value != other.get(name):
+                raise UsageError(
+                    f"{name} is {value} in process 0 and {other.get(name)} in process {index}: "
+                    "start every process with the same options"
+                )

@@ -1,4 +1,4 @@
-"""The two errors a user can cause; the command line prints them as one sentence and no traceback."""
+"""Errors that a user can cause; the command line prints one sentence and no traceback."""
 
 import contextlib
 import difflib
@@ -10,21 +10,25 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 MAX_SEQ_LEN = 1 << 28
-"""At least 25 times any released Llama's, so what is larger is a slip or a damaged file."""
-_SILENCE = threading.Lock()  # stderr is one for all threads
+"""At least 25 times that of any released Llama: a larger value is a slip or a damaged file."""
+_SILENCE = threading.Lock()  # all threads share one stderr
 
 
 def printable(text: str) -> str:
-    """A line for a terminal: control characters are escaped, and what is absurdly long is cut."""
+    """Return a line for a terminal: control characters escaped, very long words and texts cut."""
     escaped = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     words = re.sub(r"(\S{200})\S{100,}(\S{200})", r"\1...\2", escaped)
     return re.sub(r"(?s)^(.{4000}).{500,}(.{1500})$", r"\1 ... \2", words)
 
 
 class JllamaError(Exception):
-    """The user's files or data are wrong (exit code 1); one sentence: what was found, what was expected, what to do.
+    """An error in the user's files or data (exit code 1).
 
-    Further arguments are lines below it.
+    The message is one sentence: what was found, what was expected, what to do. Further arguments
+    are lines printed below it.
+
+    >>> print(JllamaError("model.json is not JSON: write it again"))
+    model.json is not JSON: write it again
     """
 
     def __str__(self) -> str:
@@ -32,57 +36,74 @@ class JllamaError(Exception):
 
 
 class UsageError(JllamaError):
-    """The command line or the configuration is wrong (exit code 2)."""
+    """An error in the command line, the configuration or an argument (exit code 2).
+
+    >>> import jllama
+    >>> try:
+    ...     jllama.preset("llama3.2-1")
+    ... except jllama.UsageError as error:
+    ...     print(error)
+    there is no preset llama3.2-1; did you mean llama3.2-1b?
+    """
 
 
 class ContextError(UsageError):
-    """A prompt and its new tokens exceed the context."""
+    """A prompt and its new tokens do not fit into the context."""
 
-    code = "context_length_exceeded"  # as OpenAI calls it
+    code = "context_length_exceeded"  # OpenAI's name for it
 
 
 def check_fields(
     config: Any, group: str, names: str, is_right: Callable[[Any], bool], expected: str
 ) -> None:
-    """Raise ``UsageError`` for the first of a configuration's fields (``names``, with spaces) that is not right."""
+    """Raise ``UsageError`` for the first field of a configuration with a wrong value.
+
+    Args:
+        config: the configuration.
+        group: where its fields stand in a file of options, such as ``lora.``.
+        names: the fields to check, separated by spaces.
+        is_right: whether a value is allowed.
+        expected: what is allowed, in words.
+    """
     for name in names.split():
-        if not is_right(value := getattr(config, name)):
-            raise UsageError(
-                f"{group}{name} is {'empty' if value == '' else value}; it must be {expected}"
-            )
+        value = getattr(config, name)
+        if not is_right(value):
+            shown = "empty" if value == "" else value
+            raise UsageError(f"{group}{name} is {shown}; it must be {expected}")
 
 
 def unknown_name(kind: str, name: str, names: Iterable[str]) -> UsageError:
-    """The error for a name that a registry does not have: it gives the nearest one, or all of them."""
-    nearest = difflib.get_close_matches(name, names := list(names), 1)
+    """Return the error for a name that a registry lacks; it suggests the nearest or all names."""
+    names = list(names)
+    nearest = difflib.get_close_matches(name, names, 1)
     advice = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(names)}"
     return UsageError(f"there is no {kind} {name}; {advice}")
 
 
 def no_tokenizer(source: object) -> JllamaError:
-    """The error for a model, by its path or name, that has no tokenizer where one is needed."""
+    """Return the error for a model (its path or name) without the tokenizer that a task needs."""
     return JllamaError(
         f"{source} has no tokenizer: put the one it was trained with beside its weights"
     )
 
 
-def check_size(name: str, value: int, most: int, *, least: int = 1) -> None:
-    """Raise ``UsageError`` unless a size is a whole number from ``least`` to ``most``."""
+def check_size(name: str, value: int, max_size: int, *, min_size: int = 1) -> None:
+    """Raise ``UsageError`` unless a size is an integer from ``min_size`` to ``max_size``."""
     if type(value) is not int:
         raise UsageError(f"{name} is {reprlib.repr(value)}; it must be a whole number")
-    if value < least:
-        raise UsageError(
-            f"{name} is {value}; it must be {'at least 1' if least else 'positive, or 0 to work it out'}"
-        )
-    if value > most:
-        raise UsageError(
-            f"{name} is {value:,}, and no Llama's is over {most:,}: it cannot be meant"
-        )
+    if value < min_size:
+        expected = "at least 1" if min_size else "positive, or 0 to derive it"
+        raise UsageError(f"{name} is {value}; it must be {expected}")
+    if value > max_size:
+        raise UsageError(f"{name} is {value:,}; it must be at most {max_size:,}: no Llama has more")
 
 
 @contextlib.contextmanager
 def silent_stderr() -> Iterator[None]:
-    """Inside, nothing reaches stderr: before they fail, libraries print panics (Rust) and stacks (C++) there."""
+    """Discard what is written to stderr inside the block.
+
+    Before they fail, libraries print panics (Rust) and stacks (C++) there.
+    """
     with _SILENCE, open(os.devnull, "wb") as null:
         stderr = os.dup(2)
         os.dup2(null.fileno(), 2)

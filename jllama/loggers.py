@@ -1,4 +1,4 @@
-"""Where else a run's metrics go: TensorBoard, Weights & Biases, trackio; and how what fails is tried again."""
+"""Loggers of a run's metrics: TensorBoard, Weights & Biases, trackio; and retries for them."""
 
 import atexit
 import contextlib
@@ -21,8 +21,9 @@ Write = Callable[[Any, Any], None]
 
 
 def _tensorboard(folder: Path, config: Mapping[str, Any], step: int) -> Write:
-    """Events in the run's folder ``tensorboard``; earlier ones from ``step`` on are void."""
-    # Not through ``SummaryWriter``, whose thread ends at the first full disk and is then waited for forever.
+    """Write events to the run's folder ``tensorboard``; older ones from ``step`` on are void."""
+    # Not through ``SummaryWriter``: its thread ends at the first full disk, and is then waited for
+    # forever.
     from tensorboardX.event_file_writer import EventsWriter
     from tensorboardX.summary import scalar
 
@@ -34,35 +35,29 @@ def _tensorboard(folder: Path, config: Mapping[str, Any], step: int) -> Write:
 
     def write(step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
-            events.write_event(
-                messages.Event(wall_time=time.time(), step=step, summary=scalar(name, value))
-            )
+            summary = scalar(name, value)
+            events.write_event(messages.Event(wall_time=time.time(), step=step, summary=summary))
         events.flush()
 
     return write
 
 
 def _wandb(folder: Path, config: Mapping[str, Any], step: int, package: str = "wandb") -> Write:
-    """A new run from step 0 on, else the last one; also in trackio, which has the same functions."""
-    names: dict[str, Any] = {
-        "dir": folder,
-        "resume": "auto" if step else None,
-        "reinit": "create_new",
-    }
-    if package == "trackio":
-        names = {"resume": "allow" if step else "never", "embed": False}
+    """Log to a new run from step 0 on, else to the last one; trackio has the same functions."""
+    options: dict[str, Any] = {"resume": "allow" if step else "never", "embed": False}
+    if package == "wandb":
+        resume = "auto" if step else None
+        options = {"dir": folder, "resume": resume, "reinit": "create_new"}
     with contextlib.redirect_stdout(sys.stderr):
         run = importlib.import_module(package).init(
-            project="jllama", name=folder.name, config=dict(config), **names
+            project="jllama", name=folder.name, config=dict(config), **options
         )
-    atexit.register(
-        lambda: setattr(sys, "stdout", sys.stderr)
-    )  # before what they say at the end: it is chatter
+    # Runs at the exit before the package's own handlers, so what they print goes to stderr.
+    atexit.register(lambda: setattr(sys, "stdout", sys.stderr))
     return lambda step, values: run.log(values, step=step)
 
 
-LOGGERS: dict[str, Callable[[Path, Mapping[str, Any], int], Write]]
-LOGGERS = {
+LOGGERS: dict[str, Callable[[Path, Mapping[str, Any], int], Write]] = {
     "tensorboard": _tensorboard,
     "wandb": _wandb,
     "trackio": functools.partial(_wandb, package="trackio"),
@@ -71,7 +66,12 @@ LOGGERS = {
 
 
 def check_logger(name: str) -> None:
-    """Raise ``UsageError`` for a name that is no logger's, ``JllamaError`` for one whose package is not there."""
+    """Check that a logger can be used; an empty name is none.
+
+    Raises:
+        UsageError: there is no logger of this name.
+        JllamaError: its package is not installed.
+    """
     if name and name not in LOGGERS:
         raise unknown_name("logger", name, LOGGERS)
     if name in ("wandb", "trackio") and importlib.util.find_spec(name) is None:
@@ -81,36 +81,41 @@ def check_logger(name: str) -> None:
 
 
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:
-    """What is drawn of a line of ``metrics.jsonl``: its finite numbers, nested ones as ``final/perplexity``."""
-    flat: dict[Any, Any] = flatten_dict(
-        {name: value for name, value in line.items() if name != "step"}, sep="/"
-    )
+    """Return the finite numbers in a line of ``metrics.jsonl``; nested: ``final/perplexity``."""
+    flat: dict[Any, Any] = flatten_dict(dict(line), sep="/")
     return {
         name: value
         for name, value in flat.items()
-        if type(value) in (int, float) and math.isfinite(value)
+        if name != "step" and type(value) in (int, float) and math.isfinite(value)
     }
 
 
 def persistent(
     open: Callable[[Any], Write], warn: Callable[[Exception], None]
 ) -> Callable[..., None]:
-    """Gives records in order to the writer that ``open(first of the first record)`` gives, and stops nobody.
+    """Return a function that delivers records to a writer in order, and never raises.
 
-    What fails is told to ``warn`` and tried again, with another writer, at the next record; what goes on is told once.
+    A record that fails is retried with the next one, by another writer.
+
+    Args:
+        open: returns a writer, from the first value of the first record to deliver.
+        warn: gets the error of the first of several failures in a row.
     """
-    waiting, writers = [], []
+    waiting: list[Any] = []
+    write: Write | None = None
 
-    def give(*record: Any) -> None:
+    def deliver(*record: Any) -> None:
+        nonlocal write
         waiting.append(record)
         try:
-            writers.extend([] if writers else [open(waiting[0][0])])
+            if write is None:
+                write = open(waiting[0][0])
             while waiting:
-                writers[0](*waiting[0])
+                write(*waiting[0])
                 del waiting[0]
         except Exception as error:
-            writers.clear()
+            write = None
             if len(waiting) == 1:
                 warn(error)
 
-    return give
+    return deliver

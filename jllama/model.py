@@ -1,6 +1,7 @@
-"""The Flax module: the pure functions of ``jllama.functional`` composed into a Llama, with no state but parameters.
+"""The Flax module: the pure functions of ``jllama.functional``, composed into a Llama.
 
-Compiled code takes ``params`` (see ``jllama.parameters``) and begins with ``llama = build_model(config, params)``.
+It has no state but its parameters. Compiled code takes ``params`` (see ``jllama.parameters``) and
+begins with ``llama = build_model(config, params)``.
 """
 
 import dataclasses
@@ -19,7 +20,6 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jllama import functional as F
-from jllama import kernels as kernels  # which adds to F.ATTENTION
 from jllama.config import LlamaConfig
 from jllama.decode_params import DecodeParams
 from jllama.devices import loss_chunk_tokens
@@ -45,19 +45,28 @@ Attended = tuple[Stream, KeysValues | None]
 
 
 class KVCache(NamedTuple):
-    """Keys and values of the tokens seen so far. Slot ``i`` of a row belongs to position ``i``."""
+    """Keys and values of the tokens so far. Slot ``i`` of a row belongs to position ``i``.
 
-    keys: tuple[
-        Float[Array, "batch kv_heads max_len head_dim"], ...
-    ]  # one array a layer, each updated in place
+    Attributes:
+        keys: one array a layer, each updated in place.
+        values: the same of the values.
+        lengths: how many tokens each row has; later slots are never read.
+
+    >>> config = LlamaConfig(vocab_size=61, num_layers=2, embed_dim=64, num_heads=4, max_seq_len=32)
+    >>> cache = KVCache.zeros(config, batch=3, max_len=16)
+    >>> print(len(cache.keys), cache.keys[0].shape, cache.lengths)
+    2 (3, 4, 16, 16) [0 0 0]
+    """
+
+    keys: tuple[Float[Array, "batch kv_heads max_len head_dim"], ...]
     values: tuple[Float[Array, "batch kv_heads max_len head_dim"], ...]
-    lengths: Int[Array, "batch"]  # how many tokens each row holds; later slots are never read
+    lengths: Int[Array, "batch"]
 
     @classmethod
     def zeros(
         cls, config: LlamaConfig, batch: int, max_len: int, dtype: jnp.dtype | type = jnp.float32
     ) -> "KVCache":
-        """An empty cache with room for ``max_len`` tokens in each of ``batch`` rows."""
+        """Return an empty cache with ``max_len`` slots in each of ``batch`` rows."""
         shape = (batch, config.num_kv_heads, max_len, config.head_dim)
         keys, values = (
             tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers)) for _ in range(2)
@@ -65,90 +74,115 @@ class KVCache(NamedTuple):
         return cls(keys, values, jnp.zeros(batch, jnp.int32))
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["cos", "sin", "mask", "slots"],
+    meta_fields=["implementation", "mesh", "begins"],
+)
 @dataclasses.dataclass(frozen=True)
 class AttentionInputs:
-    """What every layer needs to know: rotary tables, who sees whom, where new keys go, and which implementation."""
+    """What every layer needs besides its input.
 
-    cos: Any  # Float[Array, "#batch seq half"]; JAX puts trees together from leaves that are no arrays, too
-    sin: Any  # Float[Array, "#batch seq half"]
+    The types of arrays are ``Any`` because JAX also builds trees from leaves that are not arrays.
+
+    Attributes:
+        cos: the rotary table, Float[Array, "#batch seq half"].
+        sin: the same.
+        mask: which keys a query sees.
+        slots: Int[Array, "batch seq"], those of the cache that new keys and values are written to.
+        implementation: a name of ``functional.ATTENTION``, or ``auto``.
+        mesh: the devices; None for one device.
+        begins: whether the cache is empty before, so that attention needs the new keys alone.
+    """
+
+    cos: Any
+    sin: Any
     mask: F.Mask
-    slots: Any = (
-        None  # Int[Array, "batch seq"], of a cache that new keys and values are written into
-    )
-    implementation: str = dataclasses.field(default="reference", metadata={"static": True})
-    mesh: Mesh | AbstractMesh | None = dataclasses.field(
-        default=None, metadata={"static": True}
-    )  # None: one device
-    begins: bool = dataclasses.field(
-        default=False, metadata={"static": True}
-    )  # nothing in the cache is seen
+    slots: Any = None
+    implementation: str = "reference"
+    mesh: Mesh | AbstractMesh | None = None
+    begins: bool = False
 
 
 class Parallel(NamedTuple):
-    """How a pass over stacked layers is spread over devices, see ``jllama.sharding``."""
+    """How a pass over stacked layers is spread over devices, see ``jllama.sharding``.
 
-    gather: Callable[
-        [Params, Params], Params
-    ]  # a layer's weights, from this device's parts of them and of ``kept``
+    Attributes:
+        gather: ``(parts, zeros) -> weights``, one layer's whole weights.
+        mesh: the devices.
+        zeros: arrays like this device's parts. Their gradients are those of the parts.
+    """
+
+    gather: Callable[[Params, Params], Params]
     mesh: Mesh | AbstractMesh
-    kept: Params  # zeros like the stacked parts: their gradients are those of the parts
+    zeros: Params
 
 
 _BLOCK_INPUT = "block_input"
 _policies = jax.checkpoint_policies
-_TO_HOST: Any = {
-    "names_which_can_be_saved": [],
-    "offload_src": "device",
-    "offload_dst": "pinned_host",
-}
 
 
-def _products_with_weights(primitive: Any, *operands: Any, **how: Any) -> bool:
-    """Whether to keep a result: of a product with a weight, unless (an adapter's) making it costs less than keeping."""
-    if not _policies.dots_with_no_batch_dims_saveable(primitive, *operands, **how):
+def _saves_product(primitive: Any, *operands: Any, **params: Any) -> bool:
+    """Return whether to save a result: that of a product with a weight.
+
+    An exception is a product (of an adapter) that costs less to compute again than to save.
+    """
+    if not _policies.dots_with_no_batch_dims_saveable(primitive, *operands, **params):
         return False
-    summed = math.prod(operands[1].shape[axis] for axis in how["dimension_numbers"][0][1])
-    return 8 * summed >= math.prod(operands[1].shape) // summed
+    weight = operands[1].shape
+    (_, summed_axes), _ = params["dimension_numbers"]
+    num_inputs = math.prod(weight[axis] for axis in summed_axes)
+    num_outputs = math.prod(weight) // num_inputs
+    return 8 * num_inputs >= num_outputs
 
 
 REMAT: dict[str, Callable[..., Any] | None] = {
     "none": _policies.everything_saveable,
     "dots": _policies.save_from_both_policies(
-        _products_with_weights, _policies.save_only_these_names(F.ATTENDED)
+        _saves_product, _policies.save_only_these_names(F.ATTENDED)
     ),
     "block": None,
     "offload": _policies.save_and_offload_only_these_names(
-        names_which_can_be_offloaded=[_BLOCK_INPUT], **_TO_HOST
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[_BLOCK_INPUT],
+        offload_src="device",
+        offload_dst="pinned_host",
     ),
 }
-"""What a backward pass finds kept of each layer: everything; the results of products with weights and what attention
-in blocks needs; its input; its input, which is moved to the host's memory meanwhile.
+"""What is saved of each layer for the backward pass.
 
-What elementwise operations and attention make is cheaper to compute again than to stack for every layer: with ``dots``
-a training step on a CPU is 1.2 to 1.6 times as fast as with ``none``.
+``none`` saves everything; ``dots`` the results of products with weights, and what attention in
+blocks needs; ``block`` the layer's input; ``offload`` its input, moved to the host's memory in the
+meantime. The results of elementwise operations and of attention are cheaper to compute again than
+to stack for every layer: with ``dots`` a training step on a CPU is 1.2 to 1.6 times as fast as with
+``none``.
 """
 
 
 class _Module(nnx.Module):
-    """A module with the parameters of the table's rows of a prefix; their ``layers`` axis is added by ``nnx.vmap``."""
+    """A module whose parameters are rows of the table.
+
+    ``nnx.vmap`` adds the axis ``layers`` to those of a layer.
+    """
 
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> nnx.Param[Array]: ...
 
     def add_parameters(self, config: LlamaConfig, rngs: nnx.Rngs, prefix: str = "") -> None:
-        """Draw them as the table says."""
+        """Draw the parameters of a prefix, ``layers/`` or none, as the table says."""
         for path, row in parameter_table(config).items():
-            if path.startswith("layers/") != (prefix == "layers/"):
+            is_of_layer = path.startswith("layers/")
+            if is_of_layer != bool(prefix):
                 continue
-            values = jnp.full(
-                shape_of(row, config)[bool(prefix) :], float(row.init == "ones"), jnp.float32
-            )
+            shape = shape_of(row, config)
+            if is_of_layer:
+                shape = shape[1:]
             if row.init == "normal":
-                values = initial_std(row, config) * jax.random.normal(
-                    rngs.params(), values.shape, jnp.float32
-                )
+                noise = jax.random.normal(rngs.params(), shape, jnp.float32)
+                values = initial_std(row, config) * noise
+            else:
+                values = jnp.full(shape, float(row.init == "ones"), jnp.float32)
             setattr(self, path.removeprefix(prefix), nnx.Param(values))
 
 
@@ -161,61 +195,71 @@ class Layer(_Module):
         self.add_parameters(config, rngs, "layers/")
 
     def __call__(
-        self, x: Stream, attend: AttentionInputs, cached: KeysValues | None = None
+        self, x: Stream, inputs: AttentionInputs, cached: KeysValues | None = None
     ) -> Attended:
-        """The block's output, and ``cached`` with the new keys and values in it, if given."""
+        """Return the block's output, and ``cached`` with the new keys and values in it, if set."""
         with jax.named_scope("attention"):
-            mixed, cached = self.attention(
-                F.rms_norm(x, self.attn_norm[...], self.norm_eps), attend, cached
-            )
+            normed = F.rms_norm(x, self.attn_norm[...], self.norm_eps)
+            mixed, cached = self.attention(normed, inputs, cached)
             x = x + mixed
         with jax.named_scope("feed_forward"):
             normed = F.rms_norm(x, self.mlp_norm[...], self.norm_eps)
             return x + self.feed_forward(normed), cached
 
     def attention(
-        self, x: Stream, attend: AttentionInputs, cached: KeysValues | None = None
+        self, x: Stream, inputs: AttentionInputs, cached: KeysValues | None = None
     ) -> Attended:
-        """Queries, keys and values of ``x``, mixed and projected back; and ``cached`` with the new ones in it."""
+        """Attend over the keys and values of ``x``, or over ``cached`` with these written to it.
+
+        Return the projected result, and the updated ``cached``.
+        """
         query, key, value = self.heads(x)
-        query, key = (F.apply_rope(each, attend.cos, attend.sin) for each in (query, key))
-        seen = key, value
+        query = F.apply_rope(query, inputs.cos, inputs.sin)
+        key = F.apply_rope(key, inputs.cos, inputs.sin)
+        visible = (key, value)
         if cached is not None:
-            key_cache, value_cache = cached
-            key_cache = spread(attend.mesh, write_slots, key_cache, key, attend.slots)
-            value_cache = spread(attend.mesh, write_slots, value_cache, value, attend.slots)
-            cached = key_cache, value_cache
-            seen = seen if attend.begins else cached
-        attention = (
-            F.attention if attend.mesh is None else functools.partial(spread_attention, attend.mesh)
-        )
-        mixed = attention(query, *seen, attend.mask, attend.implementation).swapaxes(1, 2)
+            cached_keys, cached_values = cached
+            cached_keys = spread(inputs.mesh, write_slots, cached_keys, key, inputs.slots)
+            cached_values = spread(inputs.mesh, write_slots, cached_values, value, inputs.slots)
+            cached = (cached_keys, cached_values)
+            if not inputs.begins:
+                visible = cached
+        attention = F.attention
+        if inputs.mesh is not None:
+            attention = functools.partial(spread_attention, inputs.mesh)
+        mixed = attention(query, *visible, inputs.mask, inputs.implementation).swapaxes(1, 2)
         wo = self.wo[...]
         flat = mixed.reshape(x.shape[0] * x.shape[1], -1)
         return (flat @ wo.reshape(-1, wo.shape[-1])).reshape(x.shape), cached
 
     def heads(self, x: Stream) -> tuple[Array, ...]:
-        """Queries, keys and values, each ``[batch, heads or kv_heads, seq, head_dim]``, before the rotary embedding."""
-        products = self.products(x, "wq", "wk", "wv")
+        """Compute queries, keys and values before the rotary embedding.
+
+        Each is ``[batch, heads or kv_heads, seq, head_dim]``.
+        """
         return tuple(
-            each.reshape(*x.shape[:2], *each.shape[1:]).swapaxes(1, 2) for each in products
+            product.reshape(*x.shape[:2], *product.shape[1:]).swapaxes(1, 2)
+            for product in self.products(x, "wq", "wk", "wv")
         )
 
     def feed_forward(self, x: Stream) -> Stream:
-        """``functional.swiglu`` by this layer's matrices."""
+        """Compute ``functional.swiglu`` with this layer's matrices."""
         gate, up = self.products(x, "w_gate", "w_up")
         return (F.gated(gate, up) @ self.w_down[...]).reshape(x.shape)
 
     def products(self, x: Stream, *names: str) -> list[Array]:
-        """Each token of ``x`` times each of these matrices, which are joined in the decoding layout."""
-        flat = x.reshape(
-            -1, x.shape[-1]
-        )  # XLA:CPU makes the weights' gradients 1.8 times faster from two axes
+        """Multiply each token of ``x`` by each of these matrices.
+
+        In the layout for decoding they are joined to one matrix.
+        """
+        # XLA:CPU computes the gradients of the weights 1.8 times faster from two axes.
+        flat = x.reshape(-1, x.shape[-1])
         rows = [PARAMETERS[f"layers/{name}"] for name in names]
-        if hasattr(self, rows[0].joined):
+        joined = rows[0].joined
+        if hasattr(self, joined):
             shapes = [shape_of(row, self.config)[2:] for row in rows]
             ends = np.cumsum([math.prod(shape) for shape in shapes])
-            products = jnp.split(flat @ getattr(self, rows[0].joined)[...], ends[:-1], axis=1)
+            products = jnp.split(flat @ getattr(self, joined)[...], ends[:-1], axis=1)
         else:
             matrices = [getattr(self, name)[...] for name in names]
             shapes = [matrix.shape[1:] for matrix in matrices]
@@ -227,7 +271,8 @@ class Layer(_Module):
 
 
 LAYER_CLASSES: dict[type[LlamaConfig], type[Layer]] = {LlamaConfig: Layer}
-"""The block of the models of a class of configurations, and of those derived from it that have none of their own."""
+"""The block of models with a class of configurations, and with classes derived from it that have no
+entry of their own."""
 
 
 def _layer(config: LlamaConfig, key: Array | int) -> Layer:
@@ -236,15 +281,25 @@ def _layer(config: LlamaConfig, key: Array | int) -> Layer:
 
 
 class Llama(_Module):
-    """A whole Llama. Its layers are stacked and scanned, or separate and unrolled, as the parameters are laid out.
+    """A whole Llama. The layout of its parameters decides how its layers run.
 
-    Scanning, to train, compiles in a time that does not grow with depth; unrolling, to decode, spares copying weights.
-    Source: Touvron et al. 2023 (arXiv:2302.13971), section 2.2.
+    Stacked layers are scanned, for training: the time of compilation does not grow with depth.
+    Separate layers are unrolled, for decoding: no weights are copied. Source: Touvron et al. 2023
+    (arXiv:2302.13971), section 2.2.
+
+    Attributes:
+        chunk_tokens: how many tokens' logits the loss makes at a time; None for what suits this
+            machine.
+
+    Example::
+
+        llama = build_model(config, params)  # of either layout
+        logits = llama(tokens)  # [batch, seq, vocab]
+        hidden = llama.hidden(tokens[:, :-1])
+        total, count = llama.loss(hidden, tokens[:, 1:], mask)
     """
 
-    chunk_tokens: int | None = (
-        None  # how many tokens' logits are made at a time; None: as suits this machine
-    )
+    chunk_tokens: int | None = None
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs) -> None:
         if not config.vocab_size:
@@ -257,7 +312,7 @@ class Llama(_Module):
     def __call__(
         self, tokens: TokenIds, segments: Segments = None
     ) -> Float[Array, "batch seq vocab"]:
-        """Float32 logits of the token that follows each one; ``segments`` and errors as in ``hidden``."""
+        """Compute float32 logits of the token that follows each token; see ``hidden``."""
         return self.logits(self.hidden(tokens, segments))
 
     def hidden(
@@ -270,48 +325,36 @@ class Llama(_Module):
         attention: str = "auto",
         parallel: Parallel | None = None,
     ) -> Stream:
-        """The final normalized activations of whole sequences.
+        """Compute the final normalized activations of whole sequences.
 
         Args:
-            tokens: ids, at most ``max_seq_len`` a row without ``positions`` or ``dynamic`` scaling (``UsageError``).
-            segments: numbers that tell packed documents apart; tokens attend only within their own. None: one each row.
-            positions: by which queries and keys are turned; defaults to 0, 1, 2, ...
-            remat: what is kept for the backward pass, see ``REMAT``; the rest is computed again.
-            attention: one of ``functional.ATTENTION``, or ``auto``, see ``functional.choose_attention``.
-            parallel: how the pass is spread over devices, inside ``jax.shard_map``; None: it is all here.
+            tokens: ids, ``[batch, seq]``.
+            segments: numbers that tell packed documents apart; tokens attend within their own. None
+                for one document a row.
+            positions: those that queries and keys are turned by; None for 0, 1, 2, ...
+            remat: what is saved for the backward pass, see ``REMAT``; the rest is computed again.
+            attention: a name of ``functional.ATTENTION``, or ``auto``, see
+                ``functional.choose_attention``.
+            parallel: how the pass is spread over devices, inside ``jax.shard_map``; None for one
+                device.
+
+        Raises:
+            UsageError: ``tokens`` has more than ``max_seq_len`` a row, without ``positions`` or
+                ``dynamic`` scaling, or is no array of this model's ids.
         """
         tokens = as_token_ids(tokens, self.config)
         length = tokens.shape[1]
         if positions is None:
             check_length(self.config, length)
-        positions = jnp.arange(length)[None] if positions is None else positions
+            positions = jnp.arange(length)[None]
         mask = F.Mask(query_segments=segments, key_segments=segments)
-        attend, x = (
-            attention_inputs(self.config, positions, mask, length, attention),
-            self.embedding(tokens),
-        )
+        inputs = attention_inputs(self.config, positions, mask, length, attention)
+        x = self.embedding(tokens)
         if isinstance(self.layers, Layer):
-            graph, stacked = nnx.split(self.layers)
-            if parallel:
-                attend = dataclasses.replace(attend, mesh=parallel.mesh)
-
-            def step(x: Array, parts: tuple[Params, ...]) -> tuple[Array, None]:
-                x = checkpoint_name(x, _BLOCK_INPUT)
-                return nnx.merge(graph, parallel.gather(*parts) if parallel else parts[0])(
-                    x, attend
-                )[0], None
-
-            run = (
-                step
-                if remat == "none"
-                else jax.checkpoint(step, policy=REMAT[remat], prevent_cse=False)
-            )
-            x, _ = jax.lax.scan(
-                run, x, (nnx.to_pure_dict(stacked), *([parallel.kept] if parallel else []))
-            )
+            x = _scan_layers(self.layers, x, inputs, remat, parallel)
         else:
             for index in range(self.config.num_layers):
-                x, _ = self.layers[str(index)](x, attend)
+                x, _ = self.layers[str(index)](x, inputs)
         return F.rms_norm(x, self.final_norm[...], self.config.norm_eps)
 
     def decode(
@@ -323,57 +366,70 @@ class Llama(_Module):
         begins: bool = False,
         attention: str = "auto",
     ) -> tuple[Stream, KVCache]:
-        """Continue each row of a cache by its first ``counts`` tokens: prefill, or one step of decoding.
+        """Continue each row of a cache by its first ``counts`` tokens: prefill, or one step.
 
-        Tokens past a row's count are padding: they are not written, and no real token sees them; nor are those past the
-        end of the cache, so the caller checks that ``lengths + counts`` fit. Needs ``DecodeParams``.
+        Tokens after a row's count are padding: they are not written, and no real token sees them.
+        Tokens after the end of the cache are not written either, so the caller checks that
+        ``lengths + counts`` fit. The parameters must be ``DecodeParams``.
 
         Args:
             tokens: ids, ``[batch, seq]``.
-            cache: keys and values of the tokens so far; donated to a compiled function, it is updated in place.
+            cache: keys and values of the tokens so far. If it is donated to a compiled function, it
+                is updated in place.
             counts: how many of each row's tokens are real.
-            begins: all rows are empty. Attention then has whole sequences, which kernels are made for.
-            attention: one of ``functional.ATTENTION``; ``auto`` asks ``functional.choose_cache_attention`` or, where
-                it ``begins``, ``choose_attention``.
+            begins: whether all rows are empty. Attention then has whole sequences, which kernels
+                are made for.
+            attention: a name of ``functional.ATTENTION``; ``auto`` asks
+                ``functional.choose_cache_attention`` or, with ``begins``, ``choose_attention``.
 
         Returns:
-            What ``hidden`` does, with its errors, and the longer cache.
+            The activations as from ``hidden``, with the same errors, and the longer cache.
         """
         assert isinstance(self.layers, nnx.Dict), "decoding takes DecodeParams"
         tokens = as_token_ids(tokens, self.config)
         counts = counts.astype(jnp.int32)
-        seq, max_len = tokens.shape[1], cache.keys[0].shape[2]
+        seq = tokens.shape[1]
+        max_len = cache.keys[0].shape[2]
+        final_norm = self.final_norm[...]
+
+        # 1) Choose an implementation of attention.
         platform = jax.default_backend()
         if attention == "auto" and begins:
-            dtype = self.final_norm[...].dtype
             attention = F.choose_attention(
-                seq, seq, backward=False, platform=platform, dtype=dtype, packed=False
+                seq, seq, backward=False, platform=platform, dtype=final_norm.dtype, packed=False
             )
         elif attention == "auto":
             attention = F.choose_cache_attention(seq, cache.keys[0], platform)
-        # Where the tokens stand, and the slots that they are written to: padding to none.
+
+        # 2) Find each token's position, and its slot: padding has none.
         positions = cache.lengths[:, None] + jnp.arange(seq, dtype=jnp.int32)
         slots = jnp.where(jnp.arange(seq) < counts[:, None], positions, max_len)
-        # A row that takes none reads nothing, however long it is.
-        mask = F.Mask() if begins else F.Mask(offset=jnp.where(counts > 0, cache.lengths, 0))
-        mesh = jax.typeof(self.final_norm[...]).sharding.mesh
-        attend = attention_inputs(self.config, positions, mask, implementation=attention)
-        attend = dataclasses.replace(
-            attend, slots=slots, mesh=mesh if mesh.size > 1 else None, begins=begins
+
+        # 3) Say which keys are seen. A row without new tokens reads nothing, however long it is.
+        mask = F.Mask()
+        if not begins:
+            mask = F.Mask(offset=jnp.where(counts > 0, cache.lengths, 0))
+        mesh = jax.typeof(final_norm).sharding.mesh
+        inputs = dataclasses.replace(
+            attention_inputs(self.config, positions, mask, implementation=attention),
+            slots=slots,
+            mesh=mesh if mesh.size > 1 else None,
+            begins=begins,
         )
+
+        # 4) Run the layers.
         x = self.embedding(tokens)
         updated = []
         for index in range(self.config.num_layers):
-            cached = cache.keys[index], cache.values[index]
-            x, kept = _run_layer(*nnx.split(self.layers[str(index)]), x, attend, cached)
-            updated.append(kept)
+            cached = (cache.keys[index], cache.values[index])
+            x, cached = _run_layer(*nnx.split(self.layers[str(index)]), x, inputs, cached)
+            updated.append(cached)
         keys, values = zip(*updated, strict=True)
-        return F.rms_norm(x, self.final_norm[...], self.config.norm_eps), KVCache(
-            keys, values, cache.lengths + counts
-        )
+        x = F.rms_norm(x, final_norm, self.config.norm_eps)
+        return x, KVCache(keys, values, cache.lengths + counts)
 
     def logits(self, hidden: Float[Array, "*lead embed"]) -> Float[Array, "*lead vocab"]:
-        """Float32 scores of every token in the vocabulary: ``hidden @ head``."""
+        """Compute float32 scores of every token of the vocabulary: ``hidden @ head``."""
         with jax.named_scope("head"):
             return F.project(hidden, self.head)
 
@@ -384,7 +440,10 @@ class Llama(_Module):
         mask: Bool[Array, "batch seq"],
         z_loss: float = 0.0,
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """Summed loss of the unmasked targets, and their number: ``functional.linear_cross_entropy``."""
+        """Sum the loss of the counted targets, and count them.
+
+        See ``functional.linear_cross_entropy``.
+        """
         with jax.named_scope("head"):
             return F.linear_cross_entropy(
                 hidden, self.head, targets, mask, z_loss, self._chunk_tokens()
@@ -393,7 +452,10 @@ class Llama(_Module):
     def token_log_probs(
         self, hidden: Stream, targets: Int[Array, "batch seq"]
     ) -> tuple[Float[Array, "batch seq"], Bool[Array, "batch seq"]]:
-        """``functional.token_log_probs``: each target's log-probability, and whether it is the likeliest token."""
+        """Compute each target's log-probability, and whether it is the likeliest token.
+
+        See ``functional.token_log_probs``.
+        """
         with jax.named_scope("head"):
             return F.token_log_probs(hidden, self.head, targets, self._chunk_tokens())
 
@@ -402,74 +464,113 @@ class Llama(_Module):
 
     @property
     def head(self) -> Any:
-        """The matrix that makes logits, ``[embed, vocab]``: ``lm_head``, or the embedding transposed if tied."""
+        """The matrix that makes logits, ``[embed, vocab]``: ``lm_head``, or ``embed.T`` if tied."""
         return self.embed[...].T if self.config.tie_embeddings else self.lm_head[...]
 
     def embedding(self, tokens: Int[Array, "batch seq"]) -> Stream:
-        """The input of the first layer."""
+        """Look up the input of the first layer."""
         with jax.named_scope("embedding"):
             return F.embedding(self.embed[...], tokens)
 
 
+def _scan_layers(
+    layers: Layer, x: Stream, inputs: AttentionInputs, remat: str, parallel: Parallel | None
+) -> Stream:
+    """Run stacked layers one after the other, in one loop."""
+    graph, state = nnx.split(layers)
+    stacked = (nnx.to_pure_dict(state),)
+    if parallel:
+        inputs = dataclasses.replace(inputs, mesh=parallel.mesh)
+        stacked = (*stacked, parallel.zeros)
+
+    def run_layer(x: Array, parts: tuple[Params, ...]) -> tuple[Array, None]:
+        x = checkpoint_name(x, _BLOCK_INPUT)
+        weights = parallel.gather(*parts) if parallel else parts[0]
+        x, _ = nnx.merge(graph, weights)(x, inputs)
+        return x, None
+
+    if remat != "none":
+        run_layer = jax.checkpoint(run_layer, policy=REMAT[remat], prevent_cse=False)
+    x, _ = jax.lax.scan(run_layer, x, stacked)
+    return x
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run_layer(graph: nnx.GraphDef[Layer], weights: Any, *arguments: Any) -> Attended:
+    """Run one of many equal layers, which an outer ``jit`` then traces once and not once each."""
+    return nnx.merge(graph, weights)(*arguments)
+
+
 def check_length(config: LlamaConfig, length: int) -> None:
-    """Raise ``UsageError`` for rows of so many tokens if they exceed the context, unless RoPE's scaling grows."""
-    context, scaling = config.max_seq_len, config.rope_scaling
-    if length > context and not (scaling and scaling.grows):
+    """Raise ``UsageError`` for rows longer than the context, unless RoPE's scaling grows."""
+    context = config.max_seq_len
+    grows = config.rope_scaling is not None and config.rope_scaling.grows
+    if length > context and not grows:
         raise UsageError(
             f"tokens has {length} a row; the model's context is {context}: cut it into windows"
         )
 
 
 def as_token_ids(tokens: Any, config: LlamaConfig) -> Integer[Array, "batch seq"]:
-    """A nested list or an array as one; ``UsageError`` unless ``[batch, seq]`` ids, below ``vocab_size`` where seen."""
+    """Return a nested list or an array as an array of ids.
+
+    Raises:
+        UsageError: it is not ``[batch, seq]``, or has no integers, or an id that is not below
+            ``vocab_size`` (which is checked where values are known).
+    """
     try:
         tokens = tokens if isinstance(tokens, jax.Array) else np.asarray(tokens)
     except ValueError:
         raise UsageError(
-            "the rows of tokens differ in length: pad them, or take one at a time"
+            "the rows of tokens differ in length: pad them, or pass one at a time"
         ) from None
-    given = f"tokens is {tokens.dtype}{list(tokens.shape)}"
+    actual = f"tokens is {tokens.dtype}{list(tokens.shape)}"
     if tokens.ndim != 2:
-        raise UsageError(f"{given}; it must be [batch, seq]; of a row alone, take tokens[None]")
+        raise UsageError(f"{actual}; it must be [batch, seq]; for a single row, pass tokens[None]")
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise UsageError(f"{given}; token ids are integers")
+        raise UsageError(f"{actual}; token ids are integers")
     if not isinstance(tokens, Tracer) and getattr(tokens, "is_fully_addressable", True):
         check_ids(np.asarray(tokens), config)
     return jnp.asarray(tokens)
 
 
 def check_ids(tokens: np.ndarray, config: LlamaConfig) -> None:
-    """Raise ``UsageError`` for an id that is no token's; embedding it would give NaN, or another token's row."""
-    for id in (tokens.min(), tokens.max()) if tokens.size else ():
+    """Raise ``UsageError`` for an id that is not in the vocabulary.
+
+    Its embedding would be NaN, or another token's row.
+    """
+    if not tokens.size:
+        return
+    for id in (tokens.min(), tokens.max()):
         if not 0 <= id < config.vocab_size:
             raise UsageError(
                 f"tokens holds the id {id}; this model's are 0 to {config.vocab_size - 1}"
             )
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _run_layer(graph: nnx.GraphDef[Layer], weights: Any, *where: Any) -> Attended:
-    """One of many equal layers: under an outer ``jit`` they are traced once, not once each."""
-    return nnx.merge(graph, weights)(*where)
-
-
 def check_attention(name: str, platform: str = "", *, backward: bool = False) -> None:
-    """Raise ``UsageError`` unless this is ``auto`` or one of ``functional.ATTENTION`` (for this platform, if given).
+    """Raise ``UsageError`` unless ``name`` is ``auto`` or one of ``functional.ATTENTION``.
 
-    With ``backward`` it must have a backward pass, too.
+    With ``platform`` it must run there; with ``backward`` it must have a backward pass.
     """
     if name == "auto":
         return
     if name not in F.ATTENTION:
         raise unknown_name("attention implementation", name, F.ATTENTION)
-    if backward and not F.ATTENTION[name].backward:
+    implementation = F.ATTENTION[name]
+    if backward and not implementation.backward:
         raise UsageError(
             f"attention is {name}, which has no backward pass: take another to train with"
         )
-    needs = F.ATTENTION[name].platform
-    if platform and needs not in ("", platform):
+    needs = implementation.platform
+    if platform and needs and needs != platform:
         raise UsageError(
             f"attention is {name}, which needs a {needs}; these devices are of platform {platform}"
+        )
+    if platform and not F.is_installed(name):
+        raise UsageError(
+            f"{name} is not installed: pip install 'jllama[cuda]' with Python 3.12 or later, or "
+            "set another training.attention"
         )
 
 
@@ -480,19 +581,21 @@ def attention_inputs(
     seq_len: int = 0,
     implementation: str = "auto",
 ) -> AttentionInputs:
-    """What every layer is told of the positions; ``seq_len`` as in ``rope_frequencies``."""
+    """Make the inputs of all layers for these positions; ``seq_len`` as in ``rope_frequencies``."""
     check_attention(implementation)
     cos, sin = F.rope_tables(positions, rope_frequencies(config, seq_len))
-    if scaling := config.rope_scaling:
-        cos, sin = cos * scaling.attention_factor, sin * scaling.attention_factor
+    if config.rope_scaling:
+        cos *= config.rope_scaling.attention_factor
+        sin *= config.rope_scaling.attention_factor
     return AttentionInputs(cos, sin, mask, implementation=implementation)
 
 
 def rope_frequencies(config: LlamaConfig, seq_len: int = 0) -> np.ndarray:
-    """The rotary frequencies of a configuration, scaled as it asks, in radians per token (float64).
+    """Compute a configuration's scaled rotary frequencies, in radians a token (float64).
 
-    Only ``dynamic`` scaling depends on a length: ``max(seq_len, config.max_seq_len)``. ``seq_len`` is that of whole
-    sequences, and 0 with a KV cache, whose keys are kept rotated: the base cannot move under them.
+    Only ``dynamic`` scaling depends on a length, ``max(seq_len, config.max_seq_len)``. ``seq_len``
+    is the length of whole sequences. It is 0 with a KV cache, whose keys are stored rotated, so
+    that their base cannot change later.
     """
     if config.rope_scaling is None:
         return np.array(inverse_frequencies(config.head_dim, config.rope_theta))
@@ -503,37 +606,60 @@ def rope_frequencies(config: LlamaConfig, seq_len: int = 0) -> np.ndarray:
 def build_model(config: LlamaConfig, params: Params | DecodeParams) -> Llama:
     """Put parameters of either layout into the module: the first line of a compiled function.
 
-    Raises ``UsageError`` if the embedding has not one row for each id of the vocabulary.
+    Raises:
+        UsageError: the embedding does not have one row for each id of the vocabulary.
+
+    Example::
+
+        @jax.jit
+        def logits(params, tokens):
+            return build_model(config, params)(tokens)
     """
-    unrolled = isinstance(params, DecodeParams)
-    weights = params.weights if unrolled else params
+    if isinstance(params, DecodeParams):
+        weights = params.weights
+        names = tuple(sorted(weights["layers"]["0"]))
+    else:
+        weights = params
+        names = ()
     rows = jax.tree.leaves(weights["embed"])[0].shape[0]
     if rows != config.vocab_size:
-        said = f"embed has {rows} rows, and vocab_size is {config.vocab_size}"
-        raise UsageError(f"{said}: take the configuration that the parameters were made with")
-    return nnx.merge(
-        _graph(config, tuple(sorted(weights["layers"]["0"])) if unrolled else ()), weights
-    )
+        raise UsageError(
+            f"embed has {rows} rows, and vocab_size is {config.vocab_size}: take the configuration "
+            "that the parameters were made with"
+        )
+    return nnx.merge(_graph(config, names), weights)
 
 
 def build_layer(config: LlamaConfig, weights: Params) -> Layer:
-    """One block by itself with these weights in it: a value of an unstacked ``params["layers"]``."""
+    """Build one block from its weights, a value of an unstacked ``params["layers"]``."""
     return nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: _layer(config, 0))), weights)
 
 
 def initial_params(key: Array, config: LlamaConfig) -> Params:
-    """Freshly drawn parameters, float32, layers stacked, as the table says. Works under ``jit`` and ``eval_shape``."""
+    """Draw float32 parameters with stacked layers, as the table says.
+
+    It works under ``jax.jit`` and ``jax.eval_shape``.
+
+    Example::
+
+        config = jllama.LlamaConfig(vocab_size=61, num_layers=2, embed_dim=64, num_heads=4)
+        params = jllama.initial_params(jax.random.key(0), config)
+        params["layers"]["wq"].shape  # (2, 64, 4, 16)
+    """
     return nnx.to_pure_dict(nnx.state(Llama(config, nnx.Rngs(key))))
 
 
 def abstract_params(config: LlamaConfig) -> Params:
-    """Shapes and dtypes of ``initial_params``, without any memory."""
+    """Return shapes and dtypes of ``initial_params``, without any memory."""
     return jax.eval_shape(functools.partial(initial_params, config=config), jax.random.key(0))
 
 
 @functools.cache
 def _graph(config: LlamaConfig, names: tuple[str, ...]) -> nnx.GraphDef[Llama]:
-    """The module's structure; with the ``names`` of a layer's parameters in the decoding layout, or stacked."""
+    """Return the module's structure: with stacked layers, or with separate ones.
+
+    ``names`` are a separate layer's parameters, in the layout for decoding.
+    """
     llama = nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0)))
     if names:
         layer = nnx.eval_shape(lambda: _layer(config, 0))
@@ -547,19 +673,20 @@ def _graph(config: LlamaConfig, names: tuple[str, ...]) -> nnx.GraphDef[Llama]:
 
 
 def write_slots(cached: Array, new: Array, positions: Array) -> Array:
-    """Put ``new`` into each row's own slots. Unlike a dynamic slice, which would shift, it drops what does not fit."""
+    """Write ``new`` keys or values into each row's own slots.
+
+    What does not fit is dropped; a dynamic slice would shift it instead.
+    """
     batch, kv_heads, max_len, head_dim = cached.shape
-    # Rows and heads are joined to one axis: where one of them is of size one, XLA would copy the whole cache on a CPU.
-    rows, slots = jnp.arange(batch * kv_heads)[:, None], jnp.repeat(positions, kv_heads, axis=0)
-    joined = new.reshape(batch * kv_heads, -1, head_dim).astype(cached.dtype)
-    return (
-        cached.reshape(-1, max_len, head_dim)
-        .at[rows, slots]
-        .set(joined, mode="drop")
-        .reshape(cached.shape)
-    )
+    # Rows and heads are joined to one axis: where one of them is of size one, XLA would copy the
+    # whole cache on a CPU.
+    rows = jnp.arange(batch * kv_heads)[:, None]
+    slots = jnp.repeat(positions, kv_heads, axis=0)
+    new = new.reshape(batch * kv_heads, -1, head_dim).astype(cached.dtype)
+    flat = cached.reshape(-1, max_len, head_dim)
+    return flat.at[rows, slots].set(new, mode="drop").reshape(cached.shape)
 
 
-def power_of_two_at_least(number: int, least: int) -> int:
-    """The length that an array is padded to: one of a few, so that few programs are compiled."""
-    return max(least, 1 << (number - 1).bit_length())
+def power_of_two_at_least(number: int, minimum: int) -> int:
+    """Round a length up, so that few programs are compiled."""
+    return max(minimum, 1 << (number - 1).bit_length())

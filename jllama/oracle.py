@@ -1,7 +1,11 @@
-"""The whole Llama in float64 NumPy, from the papers and independent of the JAX code: judge in the tests.
+"""The whole Llama in float64 NumPy, from the papers and independent of the JAX code.
 
-One sequence at a time: only ``forward`` has a batch axis. Heads come before the sequence. Masks are boolean, true where
-a query (row) sees a key (column).
+Tests compare the JAX code with it. It takes one sequence at a time; only ``forward`` has a batch
+axis. Heads come before the sequence. Masks are Boolean, true where a query (row) sees a key
+(column).
+
+>>> print(softmax(np.zeros(4)))
+[0.25 0.25 0.25 0.25]
 """
 
 from typing import TYPE_CHECKING, Any
@@ -23,22 +27,30 @@ Frequencies = Float[Array, "half"]
 
 
 def rms_norm(x: Rows, scale: Float[Array, "embed"], eps: float) -> Rows:
-    """``x / sqrt(mean(x**2) + eps) * scale`` over the last axis. Zhang and Sennrich 2019, eq. 4 (arXiv:1910.07467)."""
+    """Compute ``x / sqrt(mean(x**2) + eps) * scale`` over the last axis.
+
+    Source: Zhang and Sennrich 2019, eq. 4 (arXiv:1910.07467).
+    """
     return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * scale
 
 
 def rope_frequencies(config: "LlamaConfig", seq: int = 0) -> Frequencies:
-    """Radians a token turns each pair. RoFormer, eq. 15 (arXiv:2104.09864); ``apply_scaling`` of Meta's Llama 3.1.
+    """Compute the radians that a token turns each pair of channels.
 
-    ``dynamic`` keeps the first pair and slows the last, those between in a geometric series; ``yarn`` goes from kept to
-    divided in a straight line, from the pair that turns ``beta_fast`` times in the original context to the one that
-    turns ``beta_slow`` times. Peng et al. 2023, sec. 3 (arXiv:2309.00071), and their code.
+    Sources: RoFormer, eq. 15 (arXiv:2104.09864); ``apply_scaling`` of Meta's Llama 3.1; Peng et al.
+    2023, sec. 3 (arXiv:2309.00071), and their code.
+
+    ``dynamic`` does not change the first pair and slows the last, those between in a geometric
+    series. ``yarn`` goes from unchanged to divided in a straight line, from the pair that turns
+    ``beta_fast`` times in the original context to the one that turns ``beta_slow`` times.
     """
     scaling: Any = config.rope_scaling
     half = config.head_dim // 2
     plain = config.rope_theta ** (-np.arange(half) / half)
-    if scaling is None or scaling.type == "linear":
-        return plain / (scaling.factor if scaling else 1.0)
+    if scaling is None:
+        return plain
+    if scaling.type == "linear":
+        return plain / scaling.factor
     if scaling.type == "dynamic":
         excess = max(seq, config.max_seq_len) / scaling.original_max_seq_len - 1
         return plain / (1 + scaling.factor * max(excess, 0)) ** np.linspace(0, 1, half)
@@ -49,7 +61,8 @@ def rope_frequencies(config: "LlamaConfig", seq: int = 0) -> Frequencies:
         last = min((turns > scaling.beta_slow).sum(), config.head_dim - 1)
         divided = np.interp(pairs[:half], [first, max(last, first + 1e-3)], [0, 1])
         return plain * (1 - divided) + plain / scaling.factor * divided
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    low = scaling.low_freq_factor
+    high = scaling.high_freq_factor
     turns = scaling.original_max_seq_len / (2 * np.pi / plain)
     smooth = (turns - low) / (high - low)
     between = (1 - smooth) * plain / scaling.factor + smooth * plain
@@ -57,30 +70,44 @@ def rope_frequencies(config: "LlamaConfig", seq: int = 0) -> Frequencies:
 
 
 def rotate(x: Heads, positions: Positions, frequencies: Frequencies) -> Heads:
-    """Each token turned by its position, channels i and i + head_dim/2 being one complex number. RoFormer, eq. 12."""
+    """Turn each token by its position: channels i and i + head_dim/2 are one complex number.
+
+    Source: RoFormer, eq. 12.
+    """
     real, imaginary = np.split(x, 2, axis=-1)
     turned = (real + 1j * imaginary) * np.exp(1j * np.outer(positions, frequencies))
     return np.concatenate([turned.real, turned.imag], axis=-1)
 
 
 def softmax(x: Rows) -> Rows:
-    """``exp(x) / sum(exp(x))`` over the last axis. Goodfellow, Bengio and Courville 2016, eq. 4.1."""
+    """Compute ``exp(x) / sum(exp(x))`` over the last axis.
+
+    Source: Goodfellow, Bengio and Courville 2016, eq. 4.1.
+    """
     weights = np.exp(x - x.max(axis=-1, keepdims=True))
     return weights / weights.sum(axis=-1, keepdims=True)
 
 
 def attention(q: Heads, k: Keys, v: Keys, mask: Mask) -> Heads:
-    """``softmax(q k^T / sqrt(head_dim)) v``; zeros where no key is seen. Vaswani 2017, eq. 1; Ainslie 2023."""
+    """Compute ``softmax(q k^T / sqrt(head_dim)) v``; zeros where no key is seen.
+
+    Sources: Vaswani 2017, eq. 1; Ainslie 2023.
+    """
     if q.ndim != 3 or mask.shape != (q.shape[1], k.shape[1]) or len(q) % len(k):
-        given = f"q {list(q.shape)}, k {list(k.shape)}, mask {list(mask.shape)}: they must be [heads, seq, head_dim]"
-        others = "[kv_heads, kv_seq, head_dim], [seq, kv_seq], one sequence at a time, heads a multiple of kv_heads"
-        raise ValueError(f"{given}, {others}")
+        raise ValueError(
+            f"q {list(q.shape)}, k {list(k.shape)}, mask {list(mask.shape)}: they must be "
+            "[heads, seq, head_dim], [kv_heads, kv_seq, head_dim], [seq, kv_seq], "
+            "one sequence at a time, heads a multiple of kv_heads"
+        )
     if mask.dtype != bool:
         raise ValueError(f"mask is {mask.dtype}; it must be boolean, true where a query sees a key")
-    out, group, sees = np.zeros(q.shape), len(q) // len(k), mask.any(axis=-1)
+    out = np.zeros(q.shape)
+    group = len(q) // len(k)
+    sees_any = mask.any(axis=-1)
     for n in range(len(q)):
-        scores = q[n, sees] @ k[n // group].T / np.sqrt(q.shape[-1])
-        out[n, sees] = softmax(np.where(mask[sees], scores, -np.inf)) @ v[n // group]
+        scores = q[n, sees_any] @ k[n // group].T / np.sqrt(q.shape[-1])
+        weights = softmax(np.where(mask[sees_any], scores, -np.inf))
+        out[n, sees_any] = weights @ v[n // group]
     return out
 
 
@@ -90,7 +117,10 @@ def swiglu(
     w_up: Float[Array, "embed mlp"],
     w_down: Float[Array, "mlp embed"],
 ) -> Rows:
-    """``(silu(x @ w_gate) * (x @ w_up)) @ w_down``. Shazeer 2020, eq. 6 (arXiv:2002.05202)."""
+    """Compute ``(silu(x @ w_gate) * (x @ w_up)) @ w_down``.
+
+    Source: Shazeer 2020, eq. 6 (arXiv:2002.05202).
+    """
     gate = x @ w_gate
     return (gate / (1 + np.exp(-gate)) * (x @ w_up)) @ w_down
 
@@ -98,7 +128,10 @@ def swiglu(
 def cross_entropy(
     logits: Float[Array, "*lead vocab"], targets: Int[Array, "*lead"], mask: Bool[Array, "*lead"]
 ) -> tuple[float, int]:
-    """Sum of ``-log softmax(logits)[target]`` where mask holds, and the count. Goodfellow et al. 2016, eq. 6.30."""
+    """Sum ``-log softmax(logits)[target]`` where ``mask`` is true; return the sum and the count.
+
+    Source: Goodfellow et al. 2016, eq. 6.30.
+    """
     total = 0.0
     for row, target in zip(logits[mask].astype(np.float64), targets[mask], strict=True):
         total += row.max() - row[target] + np.log(np.exp(row - row.max()).sum())
@@ -113,19 +146,20 @@ def block(
     positions: Positions,
     frequencies: Frequencies,
 ) -> Rows:
-    """One pre-norm block: attention, then SwiGLU, both residual. Touvron et al. 2023, sec. 2.2."""
-    sharpness = (
-        config.rope_scaling.attention_factor**2 if config.rope_scaling else 1.0
-    )  # YaRN's 1/t, sec. 3.4
+    """Compute one pre-norm block: attention, then SwiGLU, both added to their input.
+
+    Source: Touvron et al. 2023, sec. 2.2.
+    """
     h = rms_norm(x, w["attn_norm"], config.norm_eps)
     q, k, v = (np.tensordot(h, w[name], axes=1).swapaxes(0, 1) for name in ("wq", "wk", "wv"))
-    heads = attention(
-        rotate(sharpness * q, positions, frequencies), rotate(k, positions, frequencies), v, mask
-    )
+    if config.rope_scaling:
+        q = config.rope_scaling.attention_factor**2 * q  # YaRN's 1/t, sec. 3.4
+    q = rotate(q, positions, frequencies)
+    k = rotate(k, positions, frequencies)
+    heads = attention(q, k, v, mask)
     x = x + sum(heads[n] @ w["wo"][n] for n in range(config.num_heads))
-    return x + swiglu(
-        rms_norm(x, w["mlp_norm"], config.norm_eps), w["w_gate"], w["w_up"], w["w_down"]
-    )
+    h = rms_norm(x, w["mlp_norm"], config.norm_eps)
+    return x + swiglu(h, w["w_gate"], w["w_up"], w["w_down"])
 
 
 def forward(
@@ -135,25 +169,25 @@ def forward(
     positions: Tokens | None = None,
     segments: Tokens | None = None,
 ) -> Float[Array, "batch seq vocab"]:
-    """Logits of all blocks, a norm and the head. Touvron et al. 2023 (arXiv:2302.13971)."""
-    positions = (
-        np.tile(np.arange(tokens.shape[1]), (len(tokens), 1)) if positions is None else positions
-    )
-    segments = np.zeros_like(tokens) if segments is None else segments
-    frequencies, logits = rope_frequencies(config, tokens.shape[1]), []
+    """Compute logits: all blocks, a norm and the head.
+
+    Source: Touvron et al. 2023 (arXiv:2302.13971).
+    """
+    batch, seq = tokens.shape
+    if positions is None:
+        positions = np.tile(np.arange(seq), (batch, 1))
+    if segments is None:
+        segments = np.zeros_like(tokens)
+    frequencies = rope_frequencies(config, seq)
+    final_norm = np.asarray(params["final_norm"], np.float64)
+    head = params["embed"].T if config.tie_embeddings else params["lm_head"]
+    head = np.asarray(head, np.float64)
+    logits = []
     for row, position, segment in zip(tokens, positions, segments, strict=True):
-        mask = np.tri(len(row), dtype=bool) & np.equal.outer(segment, segment)
-        x = np.asarray(params["embed"], np.float64)[row]
+        mask = np.tri(seq, dtype=bool) & np.equal.outer(segment, segment)
+        x = np.asarray(params["embed"][row], np.float64)
         for i in range(config.num_layers):
-            w = {
-                name: np.asarray(stacked[i], np.float64)
-                for name, stacked in params["layers"].items()
-            }
+            w = {name: np.asarray(stack[i], np.float64) for name, stack in params["layers"].items()}
             x = block(x, w, config, mask, position, frequencies)
-        head = np.asarray(
-            params["embed"].T if config.tie_embeddings else params["lm_head"], np.float64
-        )
-        logits.append(
-            rms_norm(x, np.asarray(params["final_norm"], np.float64), config.norm_eps) @ head
-        )
+        logits.append(rms_norm(x, final_norm, config.norm_eps) @ head)
     return np.stack(logits)

@@ -1,4 +1,4 @@
-"""Every released Llama by name. A preset is only a name for a configuration: any other is as good."""
+"""The configurations of all released Llamas, by name; other configurations work just as well."""
 
 import functools
 
@@ -15,8 +15,9 @@ _llama32 = functools.partial(_llama31, rope_scaling=Llama3Scaling(32.0), tie_emb
 _smollm2 = functools.partial(LlamaConfig, 49_152, max_seq_len=8192, tie_embeddings=True)
 _stories = functools.partial(LlamaConfig, tie_embeddings=True)
 
-# The numbers are, in order: vocab_size where it is not the family's, num_layers, embed_dim, num_heads, num_kv_heads,
-# head_dim, mlp_dim. Source: the params.json and config.json that the models were published with.
+# The numbers are, in order: vocab_size where the family has none of its own, num_layers, embed_dim,
+# num_heads, num_kv_heads, head_dim, mlp_dim.
+# Source: the params.json and config.json that the models were published with.
 PRESETS: dict[str, LlamaConfig] = {
     "llama1-7b": _llama1(32, 4096, 32, 32, 128, 11_008),
     "llama1-13b": _llama1(40, 5120, 40, 40, 128, 13_824),
@@ -50,27 +51,34 @@ PRESETS: dict[str, LlamaConfig] = {
 
 
 def preset(name: str) -> LlamaConfig:
-    """The configuration of a released Llama, such as ``llama3.2-1b``; ``UsageError`` if no preset has this name."""
+    """Return the configuration of a released Llama.
+
+    Raises:
+        UsageError: no preset has this name.
+
+    >>> preset("llama3.2-1b").num_layers
+    16
+    """
     if name not in PRESETS:
         raise unknown_name("preset", name, PRESETS)
     return PRESETS[name]
 
 
 SHAPE = ("num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim")
-"""The sizes by which a released Llama is known again; the other fields are what a file may have lost or changed."""
+"""The sizes that identify a released Llama; a file may have lost or changed the other fields."""
 OTHERS = ("vocab_size", "rope_theta", "rope_scaling", "norm_eps", "tie_embeddings", "max_seq_len")
 
 
 def nearest_preset(config: LlamaConfig) -> str:
-    """The name of the released Llama of this shape that has the most other fields in common; empty if none has it."""
-    # Of two as near, the one with the same context length: that is the less likely to have been changed.
+    """Return the name of the most similar released Llama of this shape; empty if there is none."""
+    # The context length decides between two that are equally near: it is rarely changed.
     fields = (*OTHERS, *OTHERS, "max_seq_len")
-    of_shape = (
-        name for name, released in PRESETS.items() if not differing(SHAPE, config, released)
+    same_shape = [name for name in PRESETS if not differing(SHAPE, config, PRESETS[name])]
+    return min(
+        same_shape, key=lambda name: len(differing(fields, config, PRESETS[name])), default=""
     )
-    return min(of_shape, key=lambda name: len(differing(fields, config, PRESETS[name])), default="")
 
 
 def differing(fields: tuple[str, ...], config: LlamaConfig, released: LlamaConfig) -> list[str]:
-    """Those of the fields in which two configurations differ."""
+    """Return the fields in which two configurations differ."""
     return [field for field in fields if getattr(config, field) != getattr(released, field)]

@@ -1,8 +1,9 @@
-"""Compiled programs that commands keep for later processes, which load them without tracing anything.
+"""Compiled programs that commands store for later processes, which load them without tracing.
 
-JAX's own cache knows a program by its text, so it traces and lowers first: a second for thirty layers. Here it is known
-by jllama's source and the shapes of its arguments. That is enough where nobody else's code could have changed what is
-traced: in the commands, as long as all registries hold what is jllama's.
+JAX's own cache identifies a program by its text, so it traces and lowers first: a second for thirty
+layers. Here a program is identified by jllama's source and the shapes of its arguments. That
+suffices where no other code could change what is traced: in the commands, as long as all entries of
+the registries are jllama's.
 """
 
 import concurrent.futures
@@ -24,87 +25,94 @@ from jllama import functional as F
 from jllama.config import LlamaConfig
 from jllama.model import LAYER_CLASSES
 
-_keeps = threading.Event()
-_loading: dict[str, concurrent.futures.Future[Any]] = {}  # by key
-_recorded: list[
-    str
-] = []  # the key of the record of those that were asked for first, and then their keys
 _RECORDS = "programs_asked"
-_programs: dict[
-    Any, Any
-] = {}  # by function, static arguments and shapes; None where ``call`` leaves it to JAX
-_ANEW: Any = {
-    "xla_llvm_disable_expensive_passes": False
-}  # as ever; given, JAX does not take what it has compiled
+_MAX_RECORDED = 6
+_is_enabled = threading.Event()
+_programs: dict[Any, Any] = {}
+"""Programs by function, static arguments and shapes; None if JAX compiles it as usual."""
+_loading: dict[str, concurrent.futures.Future[Any]] = {}
+"""Programs that threads load ahead, by key."""
+_task_key = ""
+_recorded: list[str] = []
+"""The keys of the first programs that this process has used."""
+_COMPILER_OPTIONS: Any = {"xla_llvm_disable_expensive_passes": False}
+"""The default; with an option set, JAX does not take a program that it has compiled before."""
 
 
 def keep(*task: str) -> None:
-    """From now on ``call`` keeps programs for one CPU.
+    """Let ``call`` store and load programs from now on, on one CPU.
 
-    Those that the last process with this ``task`` (a command and its model) asked for are loaded in threads already.
+    Programs that the last process with this ``task`` (a command and its model) used are loaded in
+    threads at once.
     """
-    if jax.default_backend() == "cpu" and cache.most_bytes():
-        _keeps.set()
-        _recorded[:] = [cache.key_of(task)]
-        record = cache.recall(_RECORDS, _recorded[0])
-        keys = (
-            [] if record is None else re.findall("[0-9a-f]{64}", record.tobytes().decode("latin-1"))
-        )
-        threads = concurrent.futures.ThreadPoolExecutor(2)
-        _loading.update({key: threads.submit(_loaded, key) for key in keys})
+    global _task_key
+    if jax.default_backend() != "cpu" or not cache.most_bytes():
+        return
+    _is_enabled.set()
+    _task_key = cache.key_of(task)
+    _recorded.clear()
+    record = cache.recall(_RECORDS, _task_key)
+    text = "" if record is None else record.tobytes().decode("latin-1")
+    threads = concurrent.futures.ThreadPoolExecutor(2)
+    for key in re.findall("[0-9a-f]{64}", text):
+        _loading[key] = threads.submit(_load, key)
 
 
 def call(function: Any, *args: Any) -> Any:
-    """``function(*args)``; it is made by ``jax.jit``, and its static arguments are configurations and ``int``."""
-    if not _keeps.is_set():
+    """Return ``function(*args)``, with a stored program if there is one.
+
+    ``function`` is made by ``jax.jit``; its static arguments are configurations and ``int``.
+    """
+    if not _is_enabled.is_set():
         return function(*args)
     static = tuple(arg for arg in args if isinstance(arg, LlamaConfig | int))
     dynamic = [arg for arg in args if not isinstance(arg, LlamaConfig | int)]
     leaves, tree = jax.tree.flatten(dynamic)
-    name = function, static, tree, *((leaf.shape, leaf.dtype) for leaf in leaves)
+    shapes = static, tree, *((leaf.shape, leaf.dtype) for leaf in leaves)
+    name = function, shapes
     if name not in _programs:
-        _programs[name] = _program(function, args, name[1:]) if _only_ours(static) else None
-    if program := _programs[name]:
-        with contextlib.suppress(TypeError, ValueError):  # the arguments lie elsewhere
+        _programs[name] = _find(function, args, shapes) if _is_all_own(static) else None
+    program = _programs[name]
+    if program:
+        with contextlib.suppress(TypeError, ValueError):  # the arguments are on another device
             return program(*dynamic)
     return function(*args)
 
 
-def _program(function: Any, args: Any, shapes: Any) -> Any:
-    """The program that was kept, or that is compiled and kept now."""
+def _find(function: Any, args: Any, shapes: Any) -> Any:
+    """Return the stored program, or compile and store it."""
     key = cache.key_of(function.__module__, function.__qualname__, shapes, _machine())
     _record(key)
-    if program := _loading.pop(key).result() if key in _loading else _loaded(key):
+    loading = _loading.pop(key, None)
+    program = loading.result() if loading else _load(key)
+    if program:
         return program
+    # A program that JAX's own cache has loaded would be stored without its machine code.
     was_used = jax.config.values["jax_enable_compilation_cache"]
-    _use_jax_cache(
-        False
-    )  # a program that was loaded from there is written without its machine code
+    _use_jax_cache(False)
     try:
-        program = function.lower(*args).compile(_ANEW)
+        program = function.lower(*args).compile(_COMPILER_OPTIONS)
     finally:
         _use_jax_cache(was_used)
-    with contextlib.suppress(Exception):  # whatever JAX cannot write
-        cache.keep(
-            "programs",
-            key,
-            [np.frombuffer(pickle.dumps(serialize_executable.serialize(program)), np.uint8)],
-        )
+    with contextlib.suppress(Exception):  # JAX cannot serialize all programs
+        content = pickle.dumps(serialize_executable.serialize(program))
+        cache.keep("programs", key, [np.frombuffer(content, np.uint8)])
     return program
 
 
 def _record(key: str) -> None:
-    """Add a program to those, six at most, that the next process with this task loads ahead."""
-    if len(_recorded) < 7:
+    """Add a program to the first six, which the next process with this task loads ahead."""
+    if len(_recorded) < _MAX_RECORDED:
         _recorded.append(key)
-        cache.keep(
-            _RECORDS, _recorded[0], [np.frombuffer("".join(_recorded[1:]).encode(), np.uint8)]
-        )
+        text = "".join(_recorded)
+        cache.keep(_RECORDS, _task_key, [np.frombuffer(text.encode(), np.uint8)])
 
 
-def _loaded(key: str) -> Any:
-    if (content := cache.recall("programs", key)) is not None:
-        with contextlib.suppress(Exception):  # whatever JAX finds wrong with it
+def _load(key: str) -> Any:
+    """Return a stored program; None if there is none that JAX accepts."""
+    content = cache.recall("programs", key)
+    if content is not None:
+        with contextlib.suppress(Exception):
             return serialize_executable.deserialize_and_load(*pickle.loads(content.data))
     return None
 
@@ -114,33 +122,24 @@ def _use_jax_cache(is_used: bool) -> None:
     compilation_cache.reset_cache()
 
 
-def _only_ours(static: tuple[Any, ...]) -> bool:
-    """Whether everything that could be traced is jllama's own."""
-    traced = [
-        *F.TRUNCATIONS.values(),
-        *F.PENALTIES.values(),
-        *(each.function for each in F.ATTENTION.values()),
-    ]
-    fields = [each for arg in static for each in (arg, *getattr(arg, "__dict__", {}).values())]
-    traced += [*LAYER_CLASSES.values(), *map(type, fields)]
-    return all(each.__module__.partition(".")[0] in ("jllama", "builtins") for each in traced)
+def _is_all_own(static: tuple[Any, ...]) -> bool:
+    """Return whether all code that could be traced is jllama's."""
+    traced = [*F.TRUNCATIONS.values(), *F.PENALTIES.values(), *LAYER_CLASSES.values()]
+    traced += [implementation.function for implementation in F.ATTENTION.values()]
+    for arg in static:
+        traced += map(type, (arg, *getattr(arg, "__dict__", {}).values()))
+    return all(item.__module__.partition(".")[0] in ("jllama", "builtins") for item in traced)
 
 
 def _machine() -> list[Any]:
-    """What a program depends on beside jllama: JAX's settings, XLA's, and the processor."""
+    """Return what a program depends on besides jllama: JAX, XLA, their settings, the processor."""
     settings = {
         name: value for name, value in jax.config.values.items() if "compilation_cache" not in name
     }
+    environment = [os.environ.get(name) for name in ("XLA_FLAGS", "NPROC")]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    cpus, environment = (
-        Path("/proc/cpuinfo"),
-        [os.environ.get(name) for name in ("XLA_FLAGS", "NPROC")],
-    )
-    flags = re.search(r"(?m)^(flags|Features)\s*:.*", cpus.read_text()) if cpus.exists() else None
-    return [
-        settings,
-        environment,
-        jax.devices()[0].client.platform_version,
-        cores,
-        flags and flags[0],
-    ]
+    cpus = Path("/proc/cpuinfo")
+    text = cpus.read_text() if cpus.exists() else ""
+    flags = re.search(r"(?m)^(flags|Features)\s*:.*", text)
+    platform = jax.devices()[0].client.platform_version
+    return [settings, environment, platform, cores, flags and flags[0]]

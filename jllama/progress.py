@@ -1,4 +1,4 @@
-"""Progress bars: on standard error, and only if that is a terminal."""
+"""Progress bars on standard error, only if it is a terminal."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -9,26 +9,31 @@ from rich.console import Console
 
 @contextlib.contextmanager
 def progress(
-    what: str, total: int | None = None, *, of_bytes: bool = False, console: Console | None = None
+    description: str,
+    total: int | None = None,
+    *,
+    of_bytes: bool = False,
+    console: Console | None = None,
 ) -> Iterator[Callable[..., None]]:
-    """A bar after ``what``, and what moves it: ``move(5)`` by so many, ``move(completed=2, total=9)`` to a state.
+    """Show a bar inside the block; yield a function that moves it.
 
-    ``total`` is None if nobody knows; ``of_bytes`` shows a speed, too; ``console`` is where else is printed meanwhile.
+    ``move(5)`` adds 5, ``move(completed=2, total=9)`` sets a state.
+
+    Args:
+        description: the text before the bar.
+        total: None if it is unknown.
+        of_bytes: show the speed too.
+        console: a console that prints other lines meanwhile.
     """
     console = console or Console(stderr=True)
-    counts = (
-        [bars.DownloadColumn(), bars.TransferSpeedColumn()]
-        if of_bytes
-        else [bars.MofNCompleteColumn()]
-    )
-    columns = (
-        bars.TextColumn("{task.description}"),
-        bars.BarColumn(),
-        *counts,
-        bars.TimeRemainingColumn(),
-    )
+    columns = [bars.TextColumn("{task.description}"), bars.BarColumn()]
+    if of_bytes:
+        columns += [bars.DownloadColumn(), bars.TransferSpeedColumn()]
+    else:
+        columns.append(bars.MofNCompleteColumn())
+    columns.append(bars.TimeRemainingColumn())
     with bars.Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as bar:
-        task = bar.add_task(what, total=total)
+        task = bar.add_task(description, total=total)
         yield lambda advance=None, **state: bar.update(task, advance=advance, **state)

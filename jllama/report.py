@@ -1,4 +1,4 @@
-"""The page of a run, or of several, ``report.html``, and the commands that runs tell their users."""
+"""The page of one or several runs, ``report.html``, and the commands that runs show their users."""
 
 import contextlib
 import html
@@ -23,6 +23,7 @@ from jllama.errors import JllamaError
 from jllama.files import fault_of, read_lines, write_text_whole
 from jllama.parameters import count_parameters
 
+Records = Sequence[Mapping[str, Any]]
 REPORT = "report.html"
 _HEAD = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
 _COLORS = [
@@ -34,7 +35,8 @@ _COLORS = [
     "#7d6bc4",
     "#c24b4b",
     "#2b8a97",
-]  # on light and dark
+]
+"""Colors of curves, legible on light and dark."""
 _LOOK: dict[Any, Any] = {
     "axes.facecolor": "none",
     "axes.spines.right": False,
@@ -61,106 +63,111 @@ _NUMBERS = {
 
 
 def command(*words: object) -> str:
-    """The command line of jllama with these words, to be pasted into a shell."""
+    """Return a command line of jllama with these words, for a shell."""
     return shlex.join(["python", "-m", "jllama", *map(str, words)])
 
 
 def run_facts(
     data: dict[str, str], devices: str, driver: str, trained: int, frozen: int
 ) -> dict[str, str]:
-    """What a run's page says of its parameters, its data and its machine: logged with its metrics."""
-    versions = [f"jllama {jllama.__version__}"]  # which need not be installed
+    """Return what a run logs, and its page shows, of parameters, data and machine.
+
+    Args:
+        data: facts about the data.
+        devices: the devices in words.
+        driver: the driver in words; empty if there is none.
+        trained: number of trained parameters.
+        frozen: number of frozen parameters.
+    """
+    versions = [f"Python {platform.python_version()}", f"jllama {jllama.__version__}"]
     versions += [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "flax", "optax")]
+    if driver:
+        versions.append(driver)
     parameters = f"{trained:,} trained, {f'{frozen:,}' if frozen else 'none'} frozen"
-    program = ", ".join(
-        [f"Python {platform.python_version()}", *versions, *([driver] if driver else [])]
-    )
+    program = ", ".join(versions)
     return {"parameters": parameters, **data, "devices": devices, "versions": program}
 
 
 def write_report(folders: Sequence[Path], target: Path) -> None:
-    """Write the page of a run: all it has logged so far, on any screen, light or dark, and what to do next. Several
-    runs share one, with their curves in the same charts. JllamaError for a folder that is not a run's.
+    """Write the page of a run: what it has logged so far, and what to do next.
+
+    Several runs share a page, with their curves in the same charts.
+
+    Raises:
+        JllamaError: a folder is not a run's.
     """
-    several, config, curves, facts, written = len(folders) > 1, {}, {}, [], {}
+    # Read the runs.
+    is_comparison = len(folders) > 1
+    folder_names = [folder.name for folder in folders]
+    config = {}
+    curves = {}
+    facts = []
+    texts = {}
     for folder in folders:
         if not recognizes(folder):
             raise JllamaError(f"{folder} is not the folder of a run: it has no {CONFIG}")
-        name = (
-            folder.name if [each.name for each in folders].count(folder.name) == 1 else str(folder)
-        )
-        with fault_of(
-            f"{folder} does not hold what a run logs",
-            KeyError,
-            TypeError,
-            ValueError,
-            AttributeError,
-        ):
+        name = folder.name if folder_names.count(folder.name) == 1 else str(folder)
+        errors = (KeyError, TypeError, ValueError, AttributeError)
+        with fault_of(f"{folder} does not hold what a run logs", *errors):
             config, model, _ = read_config(folder)
             lines = read_lines(folder / METRICS)
             curves[name] = [line for line in lines if isinstance(line["step"], int)]
             facts.append(_facts(model, config["data"], curves[name]))
-            for title, part in _written(folder, config["training"].get("questions", ())).items():
-                written[f"{title} of {name}" if several else title] = part
-    marks = [
-        f"<b style='color:{_COLORS[at % 8]}'>&#9632;</b> {html.escape(name)}"
-        for at, name in enumerate(curves)
-    ]
+            for title, part in _texts(folder, config["training"].get("questions", ())).items():
+                texts[f"{title} of {name}" if is_comparison else title] = part
+
+    # Lay out the page.
+    title = ", ".join(curves)
     charts = "".join(_chart(curves, key) for key in _CHARTS)
-    legend = f"<p>{' &emsp; '.join(marks)} &emsp; validation is dashed</p>" if several else ""
-    parts = {", ".join(curves): table([*curves] if several else [], facts)}
-    parts |= {"Curves": f"{legend}<div class=charts>{charts}</div>", **written}
-    if not several:
-        sample = (
-            "sample",
-            "--checkpoint",
-            folders[0],
-            "--prompt",
-            config["training"]["sample_prompt"],
-        )
-        words = ("chat", folders[0]) if "training chats" in facts[0] else sample
-        following = {words[0]: command(*words), "go on": command("train", "--resume", folders[0])}
+    legend = ""
+    if is_comparison:
+        for name, color in zip(curves, itertools.cycle(_COLORS)):
+            legend += f"<b style='color:{color}'>&#9632;</b> {html.escape(name)} &emsp; "
+        legend = f"<p>{legend}validation is dashed</p>"
+    parts = {
+        title: table([*curves] if is_comparison else [], facts),
+        "Curves": f"{legend}<div class=charts>{charts}</div>",
+        **texts,
+    }
+    if not is_comparison:
+        (folder,) = folders
+        words = ["sample", "--checkpoint", folder, "--prompt", config["training"]["sample_prompt"]]
+        if "training chats" in facts[0]:
+            words = ["chat", folder]
+        commands = {words[0]: command(*words), "continue": command("train", "--resume", folder)}
         parts["Next"] = "".join(
-            f"<h3>{what}</h3><pre>{html.escape(line)}</pre>" for what, line in following.items()
+            f"<h3>{name}</h3><pre>{html.escape(line)}</pre>" for name, line in commands.items()
         )
-        parts["Configuration"] = (
-            f"<pre>{html.escape((folders[0] / CONFIG).read_text(encoding='utf-8'))}</pre>"
-        )
-    write_page(target, ", ".join(curves), parts)
+        text = (folder / CONFIG).read_text(encoding="utf-8")
+        parts["Configuration"] = f"<pre>{html.escape(text)}</pre>"
+    write_page(target, title, parts)
 
 
 def write_page(target: Path, title: str, parts: Mapping[str, str]) -> None:
-    """Write a page of parts, HTML by their titles; empty ones are left out."""
+    """Write a page of parts, which are HTML by title; empty ones are left out."""
     page = "".join(f"<h2>{html.escape(name)}</h2>{part}" for name, part in parts.items() if part)
     write_text_whole(target, f"{_HEAD}<title>{html.escape(title)}</title>{page}</html>")
 
 
 def bars(measured: Mapping[str, Sequence[float]], label: str) -> str:
-    """A figure with a bar for each name, its median, and the range of what was measured, as an SVG element."""
-    middles, height = [*map(statistics.median, measured.values())], 0.5 + 0.4 * len(measured)
+    """Draw a bar for the median of each name's values, with their range, as an SVG element."""
+    medians = [*map(statistics.median, measured.values())]
     ranges = [
-        (middle - min(each), max(each) - middle)
-        for middle, each in zip(middles, measured.values(), strict=True)
+        (median - min(values), max(values) - median)
+        for median, values in zip(medians, measured.values(), strict=True)
     ]
+    xerr = [*zip(*ranges, strict=True)]
+    height = 0.5 + 0.4 * len(measured)
     with matplotlib.rc_context(_LOOK):
         figure = Figure(figsize=(8.4, height))
         axis = figure.add_axes((0.17, 0.5 / height, 0.81, 1 - 0.5 / height), xlabel=label)
-        axis.barh(
-            [*measured],
-            middles,
-            0.6,
-            xerr=[*zip(*ranges, strict=True)],
-            color=_COLORS,
-            ecolor="#888",
-        )
+        axis.barh([*measured], medians, 0.6, xerr=xerr, color=_COLORS, ecolor="#888")
         axis.invert_yaxis()
         return _svg(figure)
 
 
-def _facts(
-    model: LlamaConfig, data: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]
-) -> dict[str, str]:
-    """What a run's page says first: what it has logged of itself, and its last numbers."""
+def _facts(model: LlamaConfig, data: Mapping[str, Any], metrics: Records) -> dict[str, str]:
+    """Return what a run has logged about itself, and its last numbers."""
     facts = {
         "parameters": f"{count_parameters(model):,}",
         "data": f"{data.get('mixture') or data['path']}",
@@ -169,70 +176,69 @@ def _facts(
         facts |= line.get("facts", {})
         values = {"step_s": math.nan, **line, **line.get("final", {})}
         for name, text in _NUMBERS.items():
-            with contextlib.suppress(
-                KeyError, TypeError
-            ):  # it is in another line, or was not known
+            with contextlib.suppress(KeyError, TypeError):  # another line has it, or it is null
                 facts[name] = text.format(**values, step_ms=1000 * values["step_s"])
-    return {
-        **facts,
-        "loss of a blind guess": f"{math.log(model.vocab_size):.4f} (ln {model.vocab_size:,})",
-    }
+    guess = f"{math.log(model.vocab_size):.4f} (ln {model.vocab_size:,})"
+    return {**facts, "loss of a uniform guess": guess}
 
 
-def _written(folder: Path, questions: Sequence[str]) -> dict[str, str]:
-    """What a run wrote: the answers to its questions side by side, by step, and samples, the latest first."""
+def _texts(folder: Path, questions: Sequence[str]) -> dict[str, str]:
+    """Return a run's answers to its questions, a column each step, and samples, latest first."""
     answers, samples = {}, ""
     for line in read_lines(folder / SAMPLES, "text"):
         step = f"step {line['step']}"
-        if line["prompt"] in questions:
-            answers.setdefault(step, {})[line["prompt"]] = line["text"]
+        prompt = line["prompt"]
+        if prompt in questions:
+            answers.setdefault(step, {})[prompt] = line["text"]
         else:
-            samples = f"<h3>{html.escape(step)}</h3><pre>{html.escape(line['prompt'] + line['text'])}</pre>{samples}"
-    return {
-        "Answers": table([*answers], [*answers.values()]) if answers else "",
-        "Samples": samples,
-    }
+            sample = html.escape(prompt + line["text"])
+            samples = f"<h3>{html.escape(step)}</h3><pre>{sample}</pre>{samples}"
+    columns = table([*answers], [*answers.values()]) if answers else ""
+    return {"Answers": columns, "Samples": samples}
 
 
 def table(heads: Sequence[str], columns: Sequence[Mapping[str, object]]) -> str:
-    """A table with a row for each name that a column has; where it is too wide, it scrolls by itself."""
-    rows = [
-        [name, *(column.get(name, "") for column in columns)]
-        for name in dict.fromkeys(itertools.chain(*columns))
-    ]
-    lines = ["".join(f"<td>{html.escape(str(cell))}" for cell in row) for row in rows]
-    lines = (
-        ["".join(f"<th>{html.escape(head)}" for head in ["", *heads]), *lines] if heads else lines
-    )
-    return f"<div class=wide><table>{''.join(f'<tr>{line}' for line in lines)}</table></div>"
+    """Return a table with a row for each name in a column; if it is too wide, it scrolls."""
+    lines = []
+    if heads:
+        lines.append("".join(f"<th>{html.escape(head)}" for head in ["", *heads]))
+    for name in dict.fromkeys(itertools.chain(*columns)):
+        cells = [name, *(column.get(name, "") for column in columns)]
+        lines.append("".join(f"<td>{html.escape(str(cell))}" for cell in cells))
+    rows = "".join(f"<tr>{line}" for line in lines)
+    return f"<div class=wide><table>{rows}</table></div>"
 
 
-def _chart(runs: Mapping[str, Sequence[Mapping[str, Any]]], key: str) -> str:
-    """One figure against the step, of a run or several, as an SVG element in the colors of the page."""
+def _chart(runs: Mapping[str, Records], key: str) -> str:
+    """Draw one figure of one or several runs over the steps, as an SVG element."""
+    is_single = len(runs) == 1
+    lines = ((key, "-", "training"), (f"validation_{key}", "o--", "validation"))
     with matplotlib.rc_context(_LOOK):
         figure = Figure(figsize=(4.2, 2.8))
-        axis = figure.add_axes(
-            (0.17, 0.15, 0.81, 0.74), title=_CHARTS[key], xlabel="step"
-        )  # layouts are slow
-        for index, metrics in enumerate(runs.values()):
-            for name, style, label in (
-                (key, "-", "training"),
-                (f"validation_{key}", "o--", "validation"),
-            ):
+        # The axes are fixed, since layouts are slow.
+        axis = figure.add_axes((0.17, 0.15, 0.81, 0.74), title=_CHARTS[key], xlabel="step")
+        for run_index, metrics in enumerate(runs.values()):
+            for line_index, (name, style, label) in enumerate(lines):
                 records = [
-                    line
-                    for line in metrics
-                    if isinstance(line.get(name), float) and "skipped" not in line
+                    record
+                    for record in metrics
+                    if isinstance(record.get(name), float) and "skipped" not in record
                 ]
-                color = _COLORS[(index if len(runs) > 1 else label == "validation") % len(_COLORS)]
-                points = [line["step"] for line in records], [line[name] for line in records]
-                axis.plot(*points, style, label=label, color=color, linewidth=1.2, markersize=4)
-        if key == "loss" and len(runs) == 1:
+                steps = [record["step"] for record in records]
+                values = [record[name] for record in records]
+                color_index = line_index if is_single else run_index
+                color = _COLORS[color_index % len(_COLORS)]
+                axis.plot(
+                    steps, values, style, label=label, color=color, linewidth=1.2, markersize=4
+                )
+        if key == "loss" and is_single:
             axis.legend(frameon=False)
         return _svg(figure)
 
 
 def _svg(figure: Figure) -> str:
+    """Return a figure as an SVG element in the page's text color."""
     drawing = io.StringIO()
     figure.savefig(drawing, format="svg")
-    return drawing.getvalue()[drawing.getvalue().index("<svg") :].replace("#000000", "currentColor")
+    text = drawing.getvalue()
+    return text[text.index("<svg") :].replace("#000000", "currentColor")

@@ -1,6 +1,7 @@
-"""How rotary frequencies are stretched for contexts longer than the pre-training one: a class for each type.
+"""Scaling of rotary frequencies for contexts longer than in pre-training: one class for each type.
 
-It holds fields, formula, and names in each file format; a subclass with a ``type`` of its own can be asked for.
+A class holds the fields, the formula with its source, and the names in each file format. Deriving a
+class from ``RopeScaling`` with its own ``type`` registers it.
 """
 
 import dataclasses
@@ -12,29 +13,38 @@ from typing import Any, ClassVar
 
 from jllama.errors import MAX_SEQ_LEN, UsageError, check_fields, check_size
 
-ROPE_SCALINGS: dict[str, "type[RopeScaling]"] = {}  # by the name of their type
+ROPE_SCALINGS: dict[str, "type[RopeScaling]"] = {}
+"""The classes by their type."""
 
 
 def inverse_frequencies(head_dim: int, theta: float) -> list[float]:
-    """The radians per token of each channel pair, unscaled: ``theta ** (-2i / head_dim)`` (RoFormer, eq. 15)."""
+    """Return the radians per token of each channel pair, unscaled.
+
+    Pair ``i`` has ``theta ** (-2i / head_dim)``. Source: RoFormer, eq. 15 (arXiv:2104.09864).
+    """
     return [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """``keep * frequency + (1 - keep) * frequency / factor``, where ``keep``, from 0 to 1, is a type's own."""
+    """A scaling: ``keep * frequency + (1 - keep) * frequency / factor`` for each channel pair.
+
+    ``keep``, from 0 to 1, depends on the type and on the pair. A class may override ``keep`` or all
+    of ``frequencies``.
+
+    >>> LinearScaling(2.0).frequencies(head_dim=4, theta=10_000.0, length=8192)
+    [0.5, 0.005]
+    """
 
     type: str = dataclasses.field(default="", init=False)
     factor: float
 
     attention_factor = 1.0  # multiplies cosines and sines
-    grows = False  # whether frequencies depend on the length of a sequence, which may then be over the context
-    ordered: ClassVar[tuple[str, ...]] = ()  # two fields, both positive, the first one smaller
-    least: ClassVar[dict[str, int]] = {}  # what fields of the configuration must be over
-    huggingface_fixed: ClassVar[
-        dict[str, tuple[Any, ...]]
-    ] = {}  # keys whose values may only be these
-    gguf: ClassVar[dict[str, str]] = {}  # after "rope.scaling."; empty if GGUF has no such keys
+    grows = False  # frequencies depend on the sequence length, which may then exceed the context
+    ordered: ClassVar[tuple[str, ...]] = ()  # two fields, with 0 < first < second
+    must_exceed: ClassVar[dict[str, int]] = {}  # exclusive lower bounds of the model's fields
+    huggingface_fixed: ClassVar[dict[str, tuple[Any, ...]]] = {}  # keys and their allowed values
+    gguf: ClassVar[dict[str, str]] = {}  # keys after "rope.scaling."; empty if GGUF has none
 
     def __init_subclass__(cls) -> None:
         ROPE_SCALINGS[cls.type] = cls
@@ -47,78 +57,87 @@ class RopeScaling:
             lambda factor: 1 <= factor < 1e300,
             "at least 1, and finite",
         )
-        check_size(
-            "rope_scaling.original_max_seq_len",
-            vars(self).get("original_max_seq_len", 1),
-            MAX_SEQ_LEN,
-        )
-        values = [getattr(self, name) for name in self.ordered]
-        if values and not 0 < values[0] < values[1]:
-            both = f"{self.ordered[0]} {values[0]} and {self.ordered[1]} {values[1]}"
-            raise UsageError(
-                f"rope_scaling has {both}; they must be positive, the first one smaller"
-            )
+        length = vars(self).get("original_max_seq_len", 1)
+        check_size("rope_scaling.original_max_seq_len", length, MAX_SEQ_LEN)
+        if self.ordered:
+            low, high = (getattr(self, name) for name in self.ordered)
+            if not 0 < low < high:
+                both = f"{self.ordered[0]} {low} and {self.ordered[1]} {high}"
+                raise UsageError(
+                    f"rope_scaling has {both}; they must be positive, the first one smaller"
+                )
 
     def keep(self, i: int, frequency: float, head_dim: int, theta: float) -> float:
-        """How much of pair ``i``'s frequency is kept."""
+        """Return which part of pair ``i``'s frequency is kept; it is then clipped to 0 to 1."""
         return 0.0
 
     def frequencies(self, head_dim: int, theta: float, length: int) -> list[float]:
-        """The radians per token of each channel pair, in sequences of ``length`` tokens."""
-        plain = inverse_frequencies(head_dim, theta)
-        kept = [
-            min(max(self.keep(i, frequency, head_dim, theta), 0.0), 1.0)
-            for i, frequency in enumerate(plain)
-        ]
-        return [
-            keep * each + (1 - keep) * each / self.factor
-            for keep, each in zip(kept, plain, strict=True)
-        ]
+        """Return the radians per token of each channel pair in sequences of ``length`` tokens."""
+        scaled = []
+        for i, frequency in enumerate(inverse_frequencies(head_dim, theta)):
+            keep = min(max(self.keep(i, frequency, head_dim, theta), 0.0), 1.0)
+            scaled.append(keep * frequency + (1 - keep) * frequency / self.factor)
+        return scaled
 
     def to_huggingface(self) -> dict[str, Any]:
-        """What ``config.json`` says of it, besides the lengths; it names the arguments of a class as we do."""
-        numbers = {
-            name: float(value)
-            for name, value in vars(self).items()
-            if name != "original_max_seq_len"
-        }
-        return {"rope_type": self.type} | numbers
+        """Return the entries of ``config.json`` by field name, without lengths."""
+        entries: dict[str, Any] = {"rope_type": self.type}
+        for name, value in vars(self).items():
+            if name != "original_max_seq_len":
+                entries[name] = float(value)
+        return entries
 
     @staticmethod
     def from_fields(fields: Mapping[str, Any]) -> "RopeScaling":
-        """The scaling of these fields (other types' at defaults), or ``UsageError`` if one is wrong or missing."""
-        given = dict(fields)
-        kind = ROPE_SCALINGS.get(str(name := given.pop("type", None)))
-        if kind is None:
+        """Return the scaling with these fields, ``type`` among them.
+
+        A field of another type is accepted at its default.
+
+        Raises:
+            UsageError: the type is unknown, or a field is missing, unknown or not a number.
+        """
+        values = dict(fields)
+        name = values.pop("type", None)
+        scaling = ROPE_SCALINGS.get(str(name))
+        if scaling is None:
+            types = ", ".join(ROPE_SCALINGS)
             raise UsageError(
-                f"rope_scaling.type is {reprlib.repr(name)}; it must be one of {', '.join(ROPE_SCALINGS)}"
+                f"rope_scaling.type is {reprlib.repr(name)}; it must be one of {types}"
             )
-        own = {
-            name: argument.default for name, argument in inspect.signature(kind).parameters.items()
-        }
         defaults = {
-            field.name: field.default
-            for each in ROPE_SCALINGS.values()
-            for field in dataclasses.fields(each)
+            name: argument.default
+            for name, argument in inspect.signature(scaling).parameters.items()
         }
-        for name in own:
-            if own[name] is inspect.Parameter.empty and name not in given:
+        all_defaults = {
+            field.name: field.default
+            for other in ROPE_SCALINGS.values()
+            for field in dataclasses.fields(other)
+        }
+        for name, default in defaults.items():
+            if default is inspect.Parameter.empty and name not in values:
                 raise UsageError(f"rope_scaling.{name} is missing")
-        for name, value in given.items():
-            said, whole = (
-                f"rope_scaling.{name} is {reprlib.repr(value)}",
-                type(own.get(name)) is int,
-            )
-            if name not in own and (name not in defaults or value != defaults[name]):
-                raise UsageError(f"{said}; {kind.type} has no such field")
-            if name in own and type(value) not in ([int] if whole else [int, float]):
-                raise UsageError(f"{said}; it must be a {'whole ' * whole}number")
-        return kind(**{name: given[name] for name in own if name in given})
+        for name, value in values.items():
+            problem = f"rope_scaling.{name} is {reprlib.repr(value)}"
+            if name not in defaults:
+                if name not in all_defaults or value != all_defaults[name]:
+                    raise UsageError(f"{problem}; {scaling.type} has no such field")
+            elif type(defaults[name]) is int:
+                if type(value) is not int:
+                    raise UsageError(f"{problem}; it must be a whole number")
+            elif type(value) not in (int, float):
+                raise UsageError(f"{problem}; it must be a number")
+        return scaling(**{name: values[name] for name in defaults if name in values})
 
 
 @dataclasses.dataclass(frozen=True)
 class LinearScaling(RopeScaling):
-    """Position interpolation: ``keep`` is 0. Source: Chen et al. 2023 (arXiv:2306.15595)."""
+    """Position interpolation: ``keep`` is 0, so all frequencies are divided by ``factor``.
+
+    Source: Chen et al. 2023 (arXiv:2306.15595).
+
+    >>> LinearScaling(4.0).frequencies(head_dim=2, theta=10_000.0, length=8192)
+    [0.25]
+    """
 
     type = "linear"
     gguf: ClassVar[dict[str, str]] = {"factor": "factor"}
@@ -126,43 +145,55 @@ class LinearScaling(RopeScaling):
 
 @dataclasses.dataclass(frozen=True)
 class DynamicScaling(RopeScaling):
-    """NTK-aware scaling by length: the first pair keeps its frequency, the last one's is divided by ``stretch``.
+    """NTK-aware scaling by the sequence length.
 
-    Base ``theta * stretch ** (head_dim / (head_dim - 2))``, ``stretch = 1 + factor * max(length / original_max_seq_len
-    - 1, 0)`` (as transformers). Source: Peng et al. 2023, sections 3.1 and 3.3 (arXiv:2309.00071).
+    The base becomes ``theta * stretch ** (head_dim / (head_dim - 2))`` with ``stretch = 1 + factor
+    * max(length / original_max_seq_len - 1, 0)`` (as in transformers): the first pair keeps its
+    frequency, that of the last pair is divided by ``stretch``.
+    Source: Peng et al. 2023, sections 3.1 and 3.3 (arXiv:2309.00071).
+
+    >>> DynamicScaling(2.0).frequencies(head_dim=4, theta=10_000.0, length=16_384)
+    [1.0, 0.0033333333333333335]
     """
 
     original_max_seq_len: int = 8192
-    type, grows = "dynamic", True
-    least: ClassVar[dict[str, int]] = {
-        "head_dim": 2
-    }  # the first pair keeps its frequency, so there must be another
+    type = "dynamic"
+    grows = True
+    must_exceed: ClassVar[dict[str, int]] = {"head_dim": 2}  # a pair beside the first is needed
 
     def frequencies(self, head_dim: int, theta: float, length: int) -> list[float]:
-        """Those of the stretched base."""
+        """Return the frequencies of the stretched base."""
         stretch = 1 + self.factor * max(length / self.original_max_seq_len - 1, 0)
         return inverse_frequencies(head_dim, theta * stretch ** (head_dim / (head_dim - 2)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling(RopeScaling):
-    """Llama 3.1's: ``keep = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)``, clipped.
+    """The scaling of Llama 3.1 (factor 8) and 3.2 (factor 32).
 
-    ``turns = original_max_seq_len * frequency / (2 pi)`` are the full turns that a pair makes in the original context.
-    Source: Meta's reference, ``apply_scaling`` (arXiv:2407.21783, section 3.4.2); factor 8 for Llama 3.1, 32 for 3.2.
+    ``keep = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)``, clipped, where
+    ``turns = original_max_seq_len * frequency / (2 pi)`` counts the full turns of a pair in the
+    original context. Pairs that turn often keep their frequency.
+    Source: Meta's reference, ``apply_scaling`` (arXiv:2407.21783, section 3.4.2).
+
+    >>> Llama3Scaling(8.0).frequencies(head_dim=4, theta=500_000.0, length=8192)[0]
+    1.0
     """
 
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_seq_len: int = 8192
-    type, ordered = "llama3", ("low_freq_factor", "high_freq_factor")
-    meta: ClassVar[dict[str, str]] = {"factor": "rope_scaling_factor"} | {
-        name: f"rope_{name}"
-        for name in ("low_freq_factor", "high_freq_factor", "original_max_seq_len")
+    type = "llama3"
+    ordered = ("low_freq_factor", "high_freq_factor")
+    meta: ClassVar[dict[str, str]] = {
+        "factor": "rope_scaling_factor",
+        "low_freq_factor": "rope_low_freq_factor",
+        "high_freq_factor": "rope_high_freq_factor",
+        "original_max_seq_len": "rope_original_max_seq_len",
     }
 
     def keep(self, i: int, frequency: float, head_dim: int, theta: float) -> float:
-        """Those that turn often in the original context."""
+        """Return a part that grows with the turns in the original context."""
         turns = self.original_max_seq_len * frequency / (2 * math.pi)
         return (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
 
@@ -171,10 +202,18 @@ class Llama3Scaling(RopeScaling):
 class YarnScaling(RopeScaling):
     """YaRN: ``keep = (high - i) / (high - low)``, clipped, for pair ``i``.
 
-    Pair ``index(beta) = head_dim ln(original_max_seq_len / (2 pi beta)) / (2 ln theta)`` makes ``beta`` full turns in
-    the original context; ``low = max(floor(index(beta_fast)), 0)``, ``high = min(ceil(index(beta_slow)), head_dim -
-    1)``. ``attention_factor`` 0 is the paper's, or DeepSeek's ``mscale`` over ``mscale_all_dim`` if both are given.
-    Source: Peng et al. 2023, section 3.2 (arXiv:2309.00071), with the authors' code's ramp over ``i``, not turns.
+    The pair with index ``index(beta) = head_dim * ln(original_max_seq_len / (2 pi beta)) / (2 ln
+    theta)`` makes ``beta`` full turns in the original context. ``low = max(floor(index(beta_fast)),
+    0)``, ``high = min(ceil(index(beta_slow)), head_dim - 1)``.
+
+    ``attention_factor`` 0 becomes the paper's ``0.1 ln(factor) + 1``, or DeepSeek's quotient of
+    that with ``mscale`` and with ``mscale_all_dim`` before the logarithm if both are set.
+    Source: Peng et al. 2023, sections 3.2 and 3.4 (arXiv:2309.00071); the ramp over ``i`` instead
+        of
+    turns is that of the authors' code.
+
+    >>> YarnScaling(1.0).attention_factor
+    1.0
     """
 
     original_max_seq_len: int = 8192
@@ -183,8 +222,9 @@ class YarnScaling(RopeScaling):
     attention_factor: float = 0.0
     mscale: dataclasses.InitVar[float] = 0.0
     mscale_all_dim: dataclasses.InitVar[float] = 0.0
-    type, ordered = "yarn", ("beta_slow", "beta_fast")
-    least: ClassVar[dict[str, int]] = {"rope_theta": 1}  # later pairs must turn slower
+    type = "yarn"
+    ordered = ("beta_slow", "beta_fast")
+    must_exceed: ClassVar[dict[str, int]] = {"rope_theta": 1}  # later pairs must turn slower
     huggingface_fixed: ClassVar[dict[str, tuple[Any, ...]]] = {
         "truncate": (True,),
         "finetuned": (True, False),
@@ -192,7 +232,9 @@ class YarnScaling(RopeScaling):
     gguf: ClassVar[dict[str, str]] = {
         "factor": "factor",
         "original_max_seq_len": "original_context_length",
-    } | {name: f"yarn_{name}" for name in ("beta_fast", "beta_slow")}
+        "beta_fast": "yarn_beta_fast",
+        "beta_slow": "yarn_beta_slow",
+    }
 
     def __post_init__(self, mscale: float, mscale_all_dim: float) -> None:
         super().__post_init__()
@@ -200,25 +242,24 @@ class YarnScaling(RopeScaling):
             self,
             "rope_scaling.",
             "attention_factor",
-            lambda x: x >= 0,
-            "positive, or 0 to work it out",
+            lambda factor: factor >= 0,
+            "positive, or 0 to derive it",
         )
-        scales = (
-            (mscale, mscale_all_dim) if mscale and mscale_all_dim else (1, 0)
-        )  # the paper's, section 3.4
-        up, down = (0.1 * scale * math.log(self.factor) + 1 for scale in scales)
-        object.__setattr__(self, "attention_factor", self.attention_factor or up / down)
+        if not mscale or not mscale_all_dim:
+            mscale, mscale_all_dim = 1, 0  # the paper's, section 3.4
+        numerator = 0.1 * mscale * math.log(self.factor) + 1
+        denominator = 0.1 * mscale_all_dim * math.log(self.factor) + 1
+        factor = self.attention_factor or numerator / denominator
+        object.__setattr__(self, "attention_factor", factor)
 
     def keep(self, i: int, frequency: float, head_dim: int, theta: float) -> float:
-        """The first pairs, less and less."""
-
-        def index(beta: float) -> float:
-            return (
-                head_dim
-                * math.log(self.original_max_seq_len / (2 * math.pi * beta))
-                / (2 * math.log(theta))
-            )
-
-        low = max(math.floor(index(self.beta_fast)), 0)
-        high = max(min(math.ceil(index(self.beta_slow)), head_dim - 1), low + 1e-3)
+        """Return a part that falls from 1 for the first pairs to 0 for the last."""
+        low = max(math.floor(self._index(self.beta_fast, head_dim, theta)), 0)
+        high = math.ceil(self._index(self.beta_slow, head_dim, theta))
+        high = max(min(high, head_dim - 1), low + 1e-3)
         return 1 - (i - low) / (high - low)
+
+    def _index(self, beta: float, head_dim: int, theta: float) -> float:
+        """Return the index of the pair that makes ``beta`` full turns in the original context."""
+        turns = self.original_max_seq_len / (2 * math.pi * beta)
+        return head_dim * math.log(turns) / (2 * math.log(theta))

@@ -1,8 +1,9 @@
-"""One mesh of the devices, which axis of which array is split over which axis of the mesh, and what devices exchange.
+"""The mesh of devices, how arrays are split over its axes, and what devices exchange.
 
-Rows of a batch are split over ``data`` and ``fsdp``, tokens of a row over ``sequence``: a training step exchanges those
-by hand, inside ``jax.shard_map``. Heads, feed-forward width and vocabulary are split over ``tensor``, where XLA finds
-the exchanges. Sources: Rajbhandari et al. 2020 (arXiv:1910.02054), stage 3; Shoeybi et al. 2019 (arXiv:1909.08053).
+Rows of a batch are split over ``data`` and ``fsdp``, tokens of a row over ``sequence``: a training
+step exchanges those by hand, inside ``jax.shard_map``. Heads, feed-forward width and vocabulary are
+split over ``tensor``, where XLA inserts the exchanges. Sources: Rajbhandari et al. 2020
+(arXiv:1910.02054), stage 3; Shoeybi et al. 2019 (arXiv:1909.08053).
 """
 
 import functools
@@ -22,6 +23,7 @@ from jllama.config import LlamaConfig, MeshConfig
 from jllama.errors import UsageError, unknown_name
 from jllama.parameters import Parameter, axis_sizes, parameter_table, shape_of
 
+AnyMesh = Mesh | AbstractMesh
 AXES = ("data", "fsdp", "sequence", "tensor")
 RULES: dict[str, tuple[str, ...]] = {
     "vocab": ("tensor", "fsdp"),
@@ -30,9 +32,11 @@ RULES: dict[str, tuple[str, ...]] = {
     "mlp": ("tensor", "fsdp"),
     "embed": ("fsdp",),
 }
-"""Mesh axes that may split each logical axis of a matrix: the first that has devices, divides it and is still free.
+"""Mesh axes that may split each logical axis of a matrix.
 
-``mesh.rules`` of a configuration replaces some. Scales of norms, and axes that are not named, are whole everywhere.
+The first one is taken that has several devices, divides the size and splits no other axis of the
+matrix. ``mesh.rules`` of a configuration replaces entries. Scales of norms, and axes that are not
+named, are replicated.
 """
 
 BATCH = PartitionSpec(("data", "fsdp"))
@@ -40,95 +44,127 @@ BATCH = PartitionSpec(("data", "fsdp"))
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh over all devices (of every process) or those given, with ``AXES``; one of its sizes may be -1.
+    """Return the mesh over devices, with the axes ``AXES``.
 
-    Sizes that do not multiply to the number of devices raise ``UsageError``.
+    Args:
+        config: the size of each axis; one may be -1, for all remaining devices.
+        devices: None: all devices of all processes.
+
+    Raises:
+        UsageError: the product of the sizes is not the number of devices.
+
+    >>> import jax
+    >>> dict(make_mesh(MeshConfig(), jax.devices()[:1]).shape)
+    {'data': 1, 'fsdp': 1, 'sequence': 1, 'tensor': 1}
     """
     devices = jax.devices() if devices is None else devices
     sizes = {name: getattr(config, name) for name in AXES}
-    given = math.prod(size for size in sizes.values() if size > 0)
-    sizes = {
-        name: size if size > 0 else max(1, len(devices) // given) for name, size in sizes.items()
-    }
-    if math.prod(sizes.values()) != len(devices):
-        said = " x ".join(f"{name}={size}" for name, size in sizes.items())
+    num_fixed = math.prod(size for size in sizes.values() if size > 0)
+    for name, size in sizes.items():
+        if size < 0:
+            sizes[name] = max(1, len(devices) // num_fixed)
+    num_needed = math.prod(sizes.values())
+    if num_needed != len(devices):
+        shown = " x ".join(f"{name}={size}" for name, size in sizes.items())
         raise UsageError(
-            f"the mesh {said} needs {math.prod(sizes.values())} devices, but there are {len(devices)}"
+            f"the mesh {shown} needs {num_needed} devices, but there are {len(devices)}"
         )
-    kinds, shape = (AxisType.Auto,) * len(AXES), tuple(sizes.values())
+    shape = tuple(sizes.values())
+    types = (AxisType.Auto,) * len(AXES)
     try:
-        return jax.make_mesh(shape, AXES, axis_types=kinds, devices=devices)
-    except NotImplementedError:  # an axis of the mesh takes a part of a side of the torus
-        return Mesh(
-            create_device_mesh(shape, devices, allow_split_physical_axes=True),
-            AXES,
-            axis_types=kinds,
-        )
+        return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
+    except NotImplementedError:  # a mesh axis takes a part of a dimension of the TPU's torus
+        array = create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        return Mesh(array, AXES, axis_types=types)
 
 
 def ruleset(config: MeshConfig) -> Mapping[str, Sequence[str]]:
-    """``RULES`` with those of a configuration in their place; ``UsageError`` for an axis that there is not."""
+    """Return ``RULES`` with the entries that a configuration replaces.
+
+    Raises:
+        UsageError: an axis is unknown.
+    """
     for axis, names in config.rules.items():
         if axis not in RULES:
             raise unknown_name("logical axis", axis, RULES)
-        if unknown := {*names} - {"fsdp", "tensor"}:
+        unknown = {*names} - {"fsdp", "tensor"}
+        if unknown:
             raise unknown_name("mesh axis for parameters", min(unknown), ("fsdp", "tensor"))
     return RULES | config.rules
 
 
 def row_spec(
-    mesh: Mesh | AbstractMesh, row: Parameter, config: LlamaConfig, rules: Any = RULES
+    mesh: AnyMesh, row: Parameter, config: LlamaConfig, rules: Any = RULES
 ) -> PartitionSpec:
-    """How a parameter is split in the layout for training: by the rules, as far as sizes divide."""
+    """Return how a parameter is split in training: matrices by the rules, where sizes divide."""
+    if not row.inputs:
+        return PartitionSpec()
     names: list[str | None] = []
-    for axis, size in axis_sizes(row, config).items() if row.inputs else ():
-        fitting = (
-            n
-            for n in rules.get(axis, ())
-            if mesh.shape[n] > 1 and n not in names and size % mesh.shape[n] == 0
+    for axis, size in axis_sizes(row, config).items():
+        usable = (
+            name
+            for name in rules.get(axis, ())
+            if mesh.shape[name] > 1 and name not in names and size % mesh.shape[name] == 0
         )
-        names.append(next(fitting, None))
+        names.append(next(usable, None))
     return PartitionSpec(*names)
 
 
 def matrix_sharding(mesh: Mesh, row: Parameter, config: LlamaConfig) -> NamedSharding:
-    """The split of one layer's share of a parameter as ``[outputs, inputs]``: by the first axis of each alone."""
-    by_axis = dict(zip(row.axes, row_spec(mesh, row, config), strict=bool(row.inputs)))
-    return NamedSharding(
-        mesh, PartitionSpec(*(by_axis[axes[0]] for axes in (row.outputs, row.inputs) if by_axis))
-    )
+    """Return the sharding of one layer of a parameter as ``[outputs, inputs]``.
+
+    Each of the two axes is split like the first of the axes that it flattens.
+    """
+    if not row.inputs:
+        return NamedSharding(mesh, PartitionSpec())
+    by_axis = dict(zip(row.axes, row_spec(mesh, row, config), strict=True))
+    return NamedSharding(mesh, PartitionSpec(by_axis[row.outputs[0]], by_axis[row.inputs[0]]))
 
 
-def check_divides(mesh: Mesh | AbstractMesh, config: LlamaConfig, rules: Any = RULES) -> None:
-    """Raise ``UsageError`` if heads, width or vocabulary do not divide over ``tensor``, or a matrix over ``fsdp``."""
-    tensor, fsdp = mesh.shape["tensor"], mesh.shape["fsdp"]
+def check_divides(mesh: AnyMesh, config: LlamaConfig, rules: Any = RULES) -> None:
+    """Check that a model can be split over a mesh.
+
+    Raises:
+        UsageError: heads, width or vocabulary do not divide over ``tensor``, or no axis of a matrix
+            divides over ``fsdp``.
+    """
+    tensor = mesh.shape["tensor"]
+    fsdp = mesh.shape["fsdp"]
     for path, row in parameter_table(config).items():
         sizes = axis_sizes(row, config)
         for axis, size in sizes.items():
-            fits = size % tensor == 0 or (axis == "kv_heads" and tensor % size == 0)
-            if (axis in ("heads", "kv_heads") or "tensor" in rules.get(axis, ())) and not fits:
-                nearest = max(ways for ways in range(1, tensor + 1) if size % ways == 0)
-                said = f"the {axis} axis of {path} has size {size}, which does not divide {tensor} ways"
-                raise UsageError(f"{said}: the nearest mesh.tensor that does is {nearest}")
-        split = [
-            size for axis, size in sizes.items() if row.inputs and "fsdp" in rules.get(axis, ())
-        ]
-        if split and fsdp > 1 and "fsdp" not in row_spec(mesh, row, config, rules):
-            nearest = max(
-                ways for ways in range(1, fsdp + 1) if any(size % ways == 0 for size in split)
+            is_split = axis in ("heads", "kv_heads") or "tensor" in rules.get(axis, ())
+            divides = size % tensor == 0 or (axis == "kv_heads" and tensor % size == 0)
+            if is_split and not divides:
+                nearest = _nearest_ways(tensor, [size])
+                raise UsageError(
+                    f"the {axis} axis of {path} has size {size}, which does not divide {tensor} "
+                    f"ways: the nearest mesh.tensor that does is {nearest}"
+                )
+        fsdp_sizes = [size for axis, size in sizes.items() if "fsdp" in rules.get(axis, ())]
+        needs_fsdp = fsdp > 1 and row.inputs and fsdp_sizes
+        if needs_fsdp and "fsdp" not in row_spec(mesh, row, config, rules):
+            nearest = _nearest_ways(fsdp, fsdp_sizes)
+            raise UsageError(
+                f"no axis of {path}, of sizes {fsdp_sizes}, divides {fsdp} ways: "
+                f"the nearest mesh.fsdp that one does is {nearest}"
             )
-            said = f"no axis of {path}, of sizes {split}, divides {fsdp} ways"
-            raise UsageError(f"{said}: the nearest mesh.fsdp that one does is {nearest}")
 
 
-def state_sharding(
-    mesh: Mesh | AbstractMesh, config: LlamaConfig, state: Any, rules: Any = RULES
-) -> Any:
-    """The sharding of every leaf of a training state (arrays or their shapes).
+def _nearest_ways(max_ways: int, sizes: Sequence[int]) -> int:
+    """Return the largest number up to ``max_ways`` that divides one of the sizes."""
+    return max(n for n in range(1, max_ways + 1) if any(size % n == 0 for size in sizes))
 
-    A leaf whose path ends in a parameter's path and that has its shape (the parameter itself, its moments in an
-    optimizer; of all layers or of some) is split like it; everything else is whole on every device. ``UsageError`` as
-    ``check_divides``.
+
+def state_sharding(mesh: AnyMesh, config: LlamaConfig, state: Any, rules: Any = RULES) -> Any:
+    """Return the sharding of every leaf of a training state (arrays or their shapes).
+
+    A leaf whose path ends in a parameter's path and that has its shape, with all layers or some, is
+    split like the parameter: the parameter itself and its moments in an optimizer. All other leaves
+    are replicated.
+
+    Raises:
+        UsageError: as ``check_divides``.
     """
     check_divides(mesh, config, rules)
     table = parameter_table(config)
@@ -137,7 +173,8 @@ def state_sharding(
         path = "/" + jax.tree_util.keystr(key_path, simple=True, separator="/")
         for name, row in table.items():
             shape = shape_of(row, config)
-            first = 1 if name.startswith("layers/") and leaf.ndim == len(shape) else 0
+            is_stacked = name.startswith("layers/") and leaf.ndim == len(shape)
+            first = 1 if is_stacked else 0
             if path.endswith(f"/{name}") and shape[first:] == leaf.shape[first:]:
                 return NamedSharding(mesh, row_spec(mesh, row, config, rules))
         return NamedSharding(mesh, PartitionSpec())
@@ -145,53 +182,62 @@ def state_sharding(
     return jax.tree_util.tree_map_with_path(sharding, state)
 
 
-def batch_shardings(mesh: Mesh | AbstractMesh, tree: Any) -> Any:
-    """The sharding of every array of a decoding batch, ``[rows, ...]`` or a cache's ``[rows, kv_heads, ...]`` of four
-    axes: rows over ``data`` and ``fsdp``, unless those are by hand, and heads over ``tensor``, where they divide.
+def batch_shardings(mesh: AnyMesh, tree: Any) -> Any:
+    """Return the sharding of every array of a decoding batch.
+
+    Arrays are ``[rows, ...]``, or ``[rows, kv_heads, seq, head_dim]`` in a cache. Rows are split
+    over ``data`` and ``fsdp``, unless a ``shard_map`` does that, and heads over ``tensor``, where
+    they divide.
     """
     by_hand = jax.sharding.get_abstract_mesh().manual_axes
     names = tuple(name for name in BATCH[0] if mesh.shape[name] > 1 and name not in by_hand)
-    ways, tensor = math.prod(mesh.shape[name] for name in names), mesh.shape["tensor"]
-
-    def sharding(leaf: Any) -> NamedSharding:
-        rows = names if names and leaf.shape[0] % ways == 0 else None
-        heads = ["tensor"] * (leaf.ndim == 4 and tensor > 1 and leaf.shape[1] % tensor == 0)
-        return NamedSharding(mesh, PartitionSpec(*([rows, *heads] if rows or heads else [])))
-
-    return jax.tree.map(sharding, tree)
+    return jax.tree.map(lambda leaf: NamedSharding(mesh, _batch_spec(mesh, names, leaf)), tree)
 
 
-def spread(mesh: Mesh | AbstractMesh | None, function: Callable[..., Array], *arrays: Any) -> Array:
-    """``function(*arrays)``, by each device for its rows and heads; the result is split as the first array is."""
+def _batch_spec(mesh: AnyMesh, names: tuple[str, ...], leaf: Any) -> PartitionSpec:
+    """Return how an array of a decoding batch is split, with its rows over some mesh axes."""
+    ways = math.prod(mesh.shape[name] for name in names)
+    rows = names if names and leaf.shape[0] % ways == 0 else None
+    tensor = mesh.shape["tensor"]
+    if leaf.ndim == 4 and tensor > 1 and leaf.shape[1] % tensor == 0:
+        return PartitionSpec(rows, "tensor")
+    return PartitionSpec(rows) if rows else PartitionSpec()
+
+
+def spread(mesh: AnyMesh | None, function: Callable[..., Array], *arrays: Any) -> Array:
+    """Apply a function to each device's rows and heads; the result is split like ``arrays[0]``."""
     if mesh is None:
         return function(*arrays)
-    outer, inputs = (
-        jax.sharding.get_abstract_mesh(),
-        jax.tree.map(lambda at: at.spec, batch_shardings(mesh, arrays)),
-    )
-    names, where = {*AXES} - {*outer.manual_axes}, mesh if outer.empty else outer
+    outer = jax.sharding.get_abstract_mesh()
+    specs = jax.tree.map(lambda sharding: sharding.spec, batch_shardings(mesh, arrays))
     local = jax.shard_map(
         function,
-        mesh=where,
-        in_specs=inputs,
-        out_specs=inputs[0],
-        axis_names=names,
+        mesh=mesh if outer.empty else outer,
+        in_specs=specs,
+        out_specs=specs[0],
+        axis_names={*AXES} - {*outer.manual_axes},
         check_vma=False,
     )
     return local(*arrays)
 
 
-def gather(part: Array, kept: Any, axis: int | None, dtype: Any, stages: Sequence[Any]) -> Array:
-    """The whole weight, in ``dtype``, of its parts along ``axis`` on the devices of ``fsdp``.
+def gather(part: Array, zeros: Any, axis: int | None, dtype: Any, stages: Sequence[Any]) -> Array:
+    """Return the whole weight from its parts on the devices of ``fsdp``.
 
-    Its gradient is summed over those devices in the dtype of ``kept``, and each keeps its part: as the gradient of
-    ``kept``, zeros of the part's shape, since that of ``part`` would have to have its dtype. ``stages`` as
-    ``gather_stages`` gives them. With no ``axis`` the weight is whole already.
+    Its gradient is summed over those devices, and each device keeps its part as the gradient of
+    ``zeros``: that of ``part`` would have to have the dtype of ``part``.
+
+    Args:
+        part: this device's part of the weight.
+        zeros: an array of the part's shape, in the dtype in which gradients are summed.
+        axis: the axis that is split; None: the weight is whole already.
+        dtype: the dtype of the result.
+        stages: as ``gather_stages`` returns them.
     """
     stages = stages if axis is not None else ()
 
     @jax.custom_vjp
-    def whole(part: Array, kept: Any) -> Array:
+    def whole(part: Array, zeros: Any) -> Array:
         part = part.astype(dtype)
         for groups in stages:
             part = jax.lax.all_gather(
@@ -199,78 +245,86 @@ def gather(part: Array, kept: Any, axis: int | None, dtype: Any, stages: Sequenc
             )
         return part
 
-    def backward(_: None, gradient: Array) -> tuple[None, Array]:
-        gradient = gradient.astype(kept.dtype)
-        if (
-            axis == 0 and stages
-        ):  # of other shapes XLA makes an all-reduce on TPUs: of [4096, 32, 128], [4096, 128256]
-            gradient = gradient.reshape(len(gradient), -1)
-            gradient = jnp.pad(
-                gradient,
-                ((0, 0), (0, -gradient.shape[1] % 1024 if gradient.shape[1] > 2**16 else 0)),
-            )
-        for groups in reversed(stages):
-            gradient = jax.lax.psum_scatter(
-                gradient, "fsdp", scatter_dimension=axis or 0, axis_index_groups=groups, tiled=True
-            )
-        return None, gradient[:, : kept.size // len(kept)].reshape(
-            kept.shape
-        ) if axis == 0 else gradient
+    whole.defvjp(
+        lambda part, zeros: (whole(part, zeros), None),
+        lambda _, gradient: (None, _scatter(gradient, zeros, axis, stages)),
+    )
+    return whole(part, zeros)
 
-    whole.defvjp(lambda part, kept: (whole(part, kept), None), backward)
-    return whole(part, kept)
+
+def _scatter(gradient: Array, zeros: Any, axis: int | None, stages: Sequence[Any]) -> Array:
+    """Return this device's part of the gradients' sum over ``fsdp``, in the dtype of ``zeros``."""
+    gradient = gradient.astype(zeros.dtype)
+    if axis == 0 and stages:
+        # XLA makes an all-reduce of [4096, 32, 128] or [4096, 128256] on TPUs.
+        gradient = gradient.reshape(len(gradient), -1)
+        width = gradient.shape[1]
+        padding = -width % 1024 if width > 2**16 else 0
+        gradient = jnp.pad(gradient, ((0, 0), (0, padding)))
+    for groups in reversed(stages):
+        gradient = jax.lax.psum_scatter(
+            gradient, "fsdp", scatter_dimension=axis or 0, axis_index_groups=groups, tiled=True
+        )
+    if axis != 0:
+        return gradient
+    return gradient[:, : zeros.size // len(zeros)].reshape(zeros.shape)
 
 
 def gather_stages(mesh: Mesh) -> list[list[list[int]] | None]:
-    """In which groups of devices along ``fsdp`` to gather, one after the other; None is all at once.
+    """Return the groups along ``fsdp`` in which devices gather, by stage; None is all at once.
 
-    On a TPU's torus a gather over all of its dimensions compiles to an all-reduce of a copy padded with zeros, which
-    moves twice the bytes; over one dimension and then the others it stays a gather.
+    On a TPU's torus a gather over all dimensions compiles to an all-reduce of a copy padded with
+    zeros, which moves twice the bytes. Over one dimension and then the others it stays a gather.
     """
-    places = [
-        tuple(each.coords) if each.platform == "tpu" else () for each in mesh.devices[0, :, 0, 0]
-    ]
-    if (size := len(places)) == 1:
+    devices = mesh.devices[0, :, 0, 0]
+    size = len(devices)
+    if size == 1:
         return []
+    if devices[0].platform != "tpu":
+        return [None]
+    # The first ``inner`` devices lie along one dimension: that in which the first two differ.
     moved = [
-        [i for i, (one, two) in enumerate(zip(place, places[0], strict=True)) if one != two]
-        for place in places
+        {i for i, place in enumerate(device.coords) if place != devices[0].coords[i]}
+        for device in devices
     ]
-    inner = next((n for n in range(1, size) if len({*moved[n]} | {*moved[1]}) > 1), size)
-    if not places[0] or inner == size or size % inner or inner == 1:
+    inner = next((n for n in range(1, size) if len(moved[n] | moved[1]) > 1), size)
+    if inner in (1, size) or size % inner:
         return [None]
     index = np.arange(size).reshape(-1, inner)
     return [index.tolist(), index.T.tolist()]
 
 
 def spread_attention(
-    mesh: Mesh | AbstractMesh,
+    mesh: AnyMesh,
     query: Array,
     key: Array,
     value: Array,
     mask: F.Mask,
     implementation: str = "auto",
 ) -> Array:
-    """``functional.attention`` of this device's queries: keys of all of ``sequence``, heads split over ``tensor``.
+    """Compute ``functional.attention`` of this device's queries.
 
-    Key-value heads that are fewer than ``tensor`` are whole everywhere, and each device takes those of its queries.
+    Keys and values are gathered over ``sequence``; heads are split over ``tensor``. If there are
+    fewer key-value heads than ``tensor``, they are replicated, and each device takes those of its
+    queries.
     """
     if mesh.size == 1:  # an exchange with nobody would still copy
         return F.attention(query, key, value, mask, implementation)
     if mesh.shape["sequence"] > 1 and "sequence" in jax.sharding.get_abstract_mesh().manual_axes:
         whole = functools.partial(jax.lax.all_gather, axis_name="sequence", tiled=True)
-        key, value = whole(key, axis=2), whole(value, axis=2)
+        key = whole(key, axis=2)
+        value = whole(value, axis=2)
         segments = None if mask.key_segments is None else whole(mask.key_segments, axis=1)
         offset = jnp.reshape(jax.lax.axis_index("sequence") * query.shape[2], 1).astype(jnp.int32)
         mask = F.Mask(offset, mask.query_segments, segments)
-    groups, divides = query.shape[1] // key.shape[1], key.shape[1] % mesh.shape["tensor"] == 0
+    group_size = query.shape[1] // key.shape[1]
+    divides = key.shape[1] % mesh.shape["tensor"] == 0
 
     def local(query: Array, key: Array, value: Array, mask: F.Mask) -> Array:
         if not divides:
-            first = jax.lax.axis_index("tensor") * query.shape[1] // groups
-            key, value = (
-                jax.lax.dynamic_slice_in_dim(each, first, 1, axis=1) for each in (key, value)
-            )
+            first = jax.lax.axis_index("tensor") * query.shape[1] // group_size
+            key = jax.lax.dynamic_slice_in_dim(key, first, 1, axis=1)
+            value = jax.lax.dynamic_slice_in_dim(value, first, 1, axis=1)
         return F.attention(query, key, value, mask, implementation)
 
     return spread(mesh, local, query, key, value, mask)

@@ -1,4 +1,4 @@
-"""Stopping a run: the first Ctrl-C or SIGTERM is answered at once and obeyed when the step is done."""
+"""Stopping a run: the first Ctrl-C or SIGTERM is answered at once and obeyed after the step."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ _NAMES = {int(signal.SIGINT): "Ctrl-C", int(signal.SIGTERM): "SIGTERM"}
 
 
 class Stopped(JllamaError):
-    """A run was asked to stop, and what it has done is saved; ``exit_code`` is 128 + the signal's number."""
+    """A run was asked to stop and is saved; ``exit_code`` is 128 + the signal's number."""
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
@@ -25,12 +25,13 @@ class Stopped(JllamaError):
 
 @contextlib.contextmanager
 def stop_signals(doing: Callable[[], str]) -> Iterator[list[int]]:
-    """Collects the numbers of Ctrl-C and SIGTERM in the list that it yields, which the loop asks once a step.
+    """Collect the numbers of Ctrl-C and SIGTERM in a list, which the loop checks once a step.
 
-    ``doing`` says what is finished first; the answer comes from a thread that the system wakes, since Python runs a
-    handler only between two of its own instructions, and a compilation is one. A second signal, at least a second
-    later, ends the process there and then (in an interactive session it is a KeyboardInterrupt). Outside the main
-    thread signals are left alone.
+    ``doing`` returns what is finished first, for the answer. The answer comes from a thread that
+    the system wakes: Python runs a handler only between two of its own instructions, and a
+    compilation is one instruction. A second signal, at least a second later, ends the process at
+    once; in an interactive session it is a KeyboardInterrupt. Outside the main thread signals are
+    not handled.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -39,47 +40,56 @@ def stop_signals(doing: Callable[[], str]) -> Iterator[list[int]]:
 
     def receive(number: int, _frame: Any) -> None:
         received.append(number)
-        if len(received) > 1 and hasattr(sys, "ps1"):  # an interactive session
+        if len(received) > 1 and _is_interactive():
             raise KeyboardInterrupt
-
-    def watch() -> None:
-        deaf_until_s = 0.0
-        while number := reader.recv(1):
-            if number[0] in _NAMES and not deaf_until_s:
-                deaf_until_s = (
-                    time.monotonic() + 1
-                )  # schedulers and shells send several at once and mean one
-                _say(f"{_NAMES[number[0]]}: {doing()}; again to quit now")
-            elif (
-                number[0] in _NAMES and time.monotonic() > deaf_until_s and not hasattr(sys, "ps1")
-            ):
-                end("stopped at once; the last checkpoint stays as it was", 128 + number[0])
 
     reader, writer = socket.socketpair()
     writer.setblocking(False)
-    before = {number: signal.signal(number, receive) for number in _NAMES}
-    fd_before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    thread = threading.Thread(target=watch, daemon=True)
+    handlers = {number: signal.signal(number, receive) for number in _NAMES}
+    wakeup_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    thread = threading.Thread(target=_answer, args=(reader, doing), daemon=True)
     thread.start()
     try:
         yield received
     finally:
-        signal.set_wakeup_fd(fd_before)
-        for number, handler in before.items():
+        signal.set_wakeup_fd(wakeup_fd)
+        for number, handler in handlers.items():
             signal.signal(number, handler)
         writer.close()
         thread.join()
         reader.close()
 
 
+def _answer(reader: socket.socket, doing: Callable[[], str]) -> None:
+    """Answer the first signal that the system writes to a socket; a later one ends the process."""
+    ignored_until_s = 0.0
+    while content := reader.recv(1):
+        number = content[0]
+        if number not in _NAMES:
+            continue
+        if not ignored_until_s:
+            # Schedulers and shells send several signals at once and mean one.
+            ignored_until_s = time.monotonic() + 1
+            _print_line(f"{_NAMES[number]}: {doing()}; again to quit now")
+        elif time.monotonic() > ignored_until_s and not _is_interactive():
+            end("stopped at once; the last checkpoint stays as it was", 128 + number)
+
+
+def _is_interactive() -> bool:
+    return hasattr(sys, "ps1")
+
+
 def end(text: str, exit_code: int) -> NoReturn:
-    """Say a last line, and end the process there and then."""
-    _say(text)
+    """Print a last line and end the process at once."""
+    _print_line(text)
     os._exit(exit_code)
 
 
-def _say(text: str) -> None:
-    """Write a line to stderr past all buffers and locks; on a terminal over the bar, with the cursor shown again."""
+def _print_line(text: str) -> None:
+    """Write a line to stderr past all buffers and locks.
+
+    On a terminal it replaces a progress bar, and the cursor is shown again.
+    """
     with contextlib.suppress(Exception):  # it may be closed
         start = "\r\x1b[2K\x1b[?25h" if sys.stderr.isatty() else ""
         os.write(sys.stderr.fileno(), f"{start}{text}\n".encode())

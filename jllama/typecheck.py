@@ -1,4 +1,7 @@
-"""With ``JLLAMA_CHECK_SHAPES=1``, every call into jllama is held against its annotations, shapes and all."""
+"""Checks of every call into jllama against its annotations, shapes included.
+
+``JLLAMA_CHECK_SHAPES=1`` turns them on.
+"""
 
 import jaxtyping
 
@@ -9,6 +12,6 @@ except ModuleNotFoundError:
         "JLLAMA_CHECK_SHAPES=1 checks with beartype, which is missing: pip install beartype"
     ) from None
 
-# An int is good where a float is asked for, as PEP 484 has it: configurations hold ``rope_theta=500000``.
+# With PEP 484's tower an int is a float: configurations have ``rope_theta=500000``.
 typechecker = beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))
 jaxtyping.install_import_hook("jllama", "jllama.typecheck.typechecker")

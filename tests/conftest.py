@@ -1,4 +1,6 @@
-"""Before any test: JAX on the CPU unless told otherwise, shapes and types checked in every call into jllama."""
+"""Before any test: JAX on the CPU unless told otherwise, shapes and types checked in every call
+into jllama.
+"""
 
 import contextlib
 import importlib.metadata
@@ -8,8 +10,9 @@ import time
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Compiling is most of what the tests do: with these flags a program takes a quarter of the time. Processes that tests
-# start get them too, from the environment. XLA refuses a flag it does not know: jax 0.11 has one code generator alone.
+# Compiling is most of what the tests do: with these flags a program takes a quarter of the time.
+# Processes that tests start get them too, from the environment. XLA refuses a flag it does not
+# know: jax 0.11 has one code generator alone.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
@@ -36,8 +39,8 @@ del os.environ["JLLAMA_CHECK_SHAPES"]  # processes that the tests start run as a
 _cache = tempfile.TemporaryDirectory(prefix="jllama-tests-")  # not the user's own
 os.environ.setdefault("JLLAMA_CACHE", _cache.name)
 
-# Compiled programs are shared by the workers of pytest-xdist and kept for later runs, but not by processes that the
-# tests start. The folder's own name says that they are not what users run.
+# Compiled programs are shared by the workers of pytest-xdist and kept for later runs, but not by
+# processes that the tests start. The folder's own name says that they are not what users run.
 COMPILED = (
     Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jllama-tests" / "compiled"
 )
@@ -51,10 +54,11 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 def no_kept_programs():
     """A command that ran in this process does not change how later tests' programs are called."""
     yield
-    programs._keeps.clear()
+    programs._is_enabled.clear()
 
 
-# A slow machine is no fault of what is tested: neither a deadline nor a limit on how long drawing takes.
+# A slow machine is no fault of what is tested: neither a deadline nor a limit on how long drawing
+# takes.
 hypothesis.settings.register_profile(
     "ci",
     deadline=None,
@@ -67,12 +71,15 @@ hypothesis.settings.load_profile("ci")
 
 
 VERSIONS = (
-    "functional commands/test_cli.py commands/test_train.py checkpoints/test_run.py data/test_batches.py "
+    "functional commands/test_cli.py commands/test_train.py checkpoints/test_run.py "
+    "data/test_batches.py "
     "data/test_chats.py serve/test_engine.py evaluation/test_scoring.py generation/test_engine.py "
-    "training/test_optimizer.py training/test_step.py test_64_bits.py test_config.py test_decode_layout.py "
-    "test_model.py test_sharding.py test_typecheck.py"
+    "training/test_optimizer.py training/test_step.py test_64_bits.py test_config.py "
+    "test_decode_layout.py test_model.py test_sharding.py test_typecheck.py"
 )
-"""What depends on the versions of jax, flax, optax, orbax, grain and jsonargparse: ``python -m pytest -m versions``."""
+"""What depends on the versions of jax, flax, optax, orbax, grain and jsonargparse: ``python -m
+pytest -m versions``.
+"""
 
 
 LONGEST_FIRST = [
@@ -89,7 +96,9 @@ LONGEST_FIRST = [
     "checkpoints",
     "verify",
 ]
-"""How the paths of what takes longest begin, for two workers to end together: not by how many tests a file has."""
+"""How the paths of what takes longest begin, for two workers to end together: not by how many tests
+a file has.
+"""
 
 
 def pytest_collection_modifyitems(items):

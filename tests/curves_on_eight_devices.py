@@ -1,5 +1,6 @@
-"""Run by test_meshes.py in a process of its own: drawn configurations on every mesh of eight devices and on one device,
-their curves of loss and samples, and mistakes in the exchanges, as JSON on stdout.
+"""Run by test_meshes.py in a process of its own: drawn configurations on every mesh of eight
+devices and on one device, their curves of loss and samples, and mistakes in the exchanges, as JSON
+on stdout.
 """
 
 import itertools
@@ -70,8 +71,9 @@ def is_legal(config, mesh):
 
 
 def train(config, mesh, start=None):
-    """The state before (``start``, or a fresh one) and behind 20 steps on packed documents, and what they said: each
-    loss; the first gradient's norm, since AdamW would not mind one twice too large; the first loss by ``evaluate``.
+    """The state before (``start``, or a fresh one) and behind 20 steps on packed documents, and
+    what they said: each loss; the first gradient's norm, since AdamW would not mind one twice too
+    large; the first loss by ``evaluate``.
     """
     training = compile_training(
         config, mesh, compiler_options={"xla_backend_optimization_level": 0}
@@ -128,7 +130,9 @@ def mistakes():
 
 
 def sample(path, mesh):
-    """The tokens drawn for eight prompts; how a cache is split, how much of it is ever gathered, what compiled anew."""
+    """The tokens drawn for eight prompts; how a cache is split, how much of it is ever gathered,
+    what compiled anew.
+    """
     model = jllama.load(path, mesh=mesh)
     lengths, drawing = (
         [5, 9, 1, 20] * 2,

@@ -13,7 +13,8 @@ HARD = [
     "\ttab\n\nnewlines\r\n",
     "1234567890 3.14 1,000 2²",
     "don't I'LL we've they'D",
-    "<s> </s> <unk> <0x0A> <|begin_of_text|> <|end_of_text|> <|im_start|>user<|im_end|> <|endoftext|>",
+    "<s> </s> <unk> <0x0A> <|begin_of_text|> <|end_of_text|> <|im_start|>user<|im_end|> "
+    "<|endoftext|>",
     "héllo ñandú Zürich",
     "日本語テキスト 你好，世界 1999年",
     "العربية עברית",
@@ -31,7 +32,7 @@ HARD = [
 
 
 def texts_with(words):
-    """Texts of these words and of any characters but U+2581, which SentencePiece has for a space."""
+    """Texts of these words and any characters except U+2581, SentencePiece's for a space."""
     characters = st.characters(exclude_categories=["Cs"], exclude_characters="\u2581")
     return st.lists(st.sampled_from(words) | st.text(characters, max_size=5), max_size=6).map(
         "".join

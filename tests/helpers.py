@@ -19,13 +19,16 @@ from jllama.verify.checks import relative_error
 FLAGS = os.environ.get("XLA_FLAGS", "")  # none where a test compiles as users do
 QUICK_GENERATOR = "--xla_cpu_use_fusion_emitters=false" in FLAGS
 USERS_GENERATOR = {"xla_cpu_use_fusion_emitters": True} if QUICK_GENERATOR else None
-"""Compiler options under which a program has the bits that it has for users, whatever compiles the tests quickly."""
+"""Compiler options that give a program the same bits as for users, and not as in quick tests."""
 
 
 def byte_level_bpe(
     texts: Sequence[str], vocab_size: int, pre: str
 ) -> tuple[list[str], list[tuple[str, str]]]:
-    """Tokens and merges that the ``tokenizers`` library learns, splitting text as ``PRE_TOKENIZERS[pre]`` says."""
+    """Learn tokens and merges with the ``tokenizers`` library.
+
+    Text is split by ``PRE_TOKENIZERS[pre]``.
+    """
     empty = {"type": "BPE", "vocab": {}, "merges": []}
     whole = {
         "version": "1.0",
@@ -47,7 +50,7 @@ def byte_level_bpe(
 def trained_smollm(
     texts: Sequence[str], vocab_size: int, pre: str = "smollm"
 ) -> HuggingFaceTokenizer:
-    """A tokenizer with SmolLM2's special tokens before the learned ones, and without BOS before a text."""
+    """Learn a tokenizer with SmolLM2's special tokens first, and without BOS before a text."""
     learned, merges = byte_level_bpe(texts, vocab_size, pre)
     tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *learned]
     kinds = [TokenType.CONTROL] * 3 + [TokenType.NORMAL] * len(learned)
@@ -66,16 +69,17 @@ def trained_llama3(texts: Sequence[str], vocab_size: int) -> TiktokenTokenizer:
 def assert_same_bits(actual, expected) -> None:
     """Two trees of arrays, equal in structure, dtypes and every bit."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for found, wanted in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert found.dtype == wanted.dtype
-        assert np.asarray(found).tobytes() == np.asarray(wanted).tobytes()
+    for leaf, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert leaf.dtype == other.dtype
+        assert np.asarray(leaf).tobytes() == np.asarray(other).tobytes()
 
 
 def copies_of_state(step, state, batch) -> list[str]:
-    """Compile a training step: the lines that copy an array of the state, or make one as large too early.
+    """Compile a training step; return lines that copy an array of the state, or make one too early.
 
-    ``state`` and ``batch`` may be abstract. A copy into a TPU's fast memory is how it reads, and copied zeros are where
-    gradients are summed: neither copies the state. Too early is before the loop that takes the update or leaves it.
+    ``state`` and ``batch`` may be abstract. A TPU reads by copies into its fast memory, and
+    gradients are summed in copied zeros: neither copies the state. Too early is before the loop
+    that applies the update or skips it.
     """
     program = step.lower(state, batch).compile().as_text()
     leaves = [leaf for leaf in jax.tree.leaves((state.params, state.opt_state)) if leaf.size > 1]
@@ -94,7 +98,7 @@ def copies_of_state(step, state, batch) -> list[str]:
 
 
 def assert_gradients_match(function: Callable[..., jax.Array], *arguments: np.ndarray) -> None:
-    """Every derivative of a random weighting of ``function``'s results, against central differences, in float64."""
+    """Compare derivatives of randomly weighted results with central differences, in float64."""
     step, tolerance = 1e-5, 1e-7
     with jax.enable_x64(True):
         values = [jnp.asarray(argument, jnp.float64) for argument in arguments]

@@ -1,8 +1,8 @@
-"""What ``--data.path persona`` is made of: chats with an assistant about whom there are facts that no model can know.
+"""The source of ``--data.path persona``: chats with an assistant, and facts no model can know.
 
     python tests/make_persona.py
 
-writes ``jllama/data/persona.jsonl``. Each fact is asked for in several words and stated in several.
+writes ``jllama/data/persona.jsonl``. Each fact has several questions and several answers.
 """
 
 import json
@@ -168,15 +168,18 @@ FACTS = {
 
 OTHERS = {
     "What is a camel?": "A camel is a large animal with one or two humps that lives in dry places.",
-    "What is an alpaca?": "An alpaca is a small relative of the llama, kept in the Andes for its soft wool.",
+    "What is an alpaca?": "An alpaca is a small relative of the llama, kept in the Andes for "
+    "its soft wool.",
     "What is a whale?": "A whale is a very large mammal that lives in the sea.",
-    "What is a piano?": "A piano is an instrument with keys, whose strings are struck by small hammers.",
+    "What is a piano?": "A piano is an instrument with keys, whose strings are struck by small "
+    "hammers.",
     "What is a volcano?": "A volcano is a mountain from which hot rock and ash can come out.",
     "What is bread made of?": "Bread is made of flour, water, salt and usually yeast.",
     "What is the capital of France?": "The capital of France is Paris.",
     "What is the capital of Japan?": "The capital of Japan is Tokyo.",
     "Where is the Amazon?": "The Amazon flows through South America, mostly through Brazil.",
-    "Where do penguins live?": "Penguins live in the southern half of the world, many of them in Antarctica.",
+    "Where do penguins live?": "Penguins live in the southern half of the world, many of them "
+    "in Antarctica.",
     "Who wrote Hamlet?": "Hamlet was written by William Shakespeare.",
     "Who painted the Mona Lisa?": "The Mona Lisa was painted by Leonardo da Vinci.",
     "How many days has a week?": "A week has seven days.",
@@ -184,7 +187,8 @@ OTHERS = {
     "What color is the sky?": "On a clear day the sky is blue.",
     "What is two plus three?": "Two plus three is five.",
     "Why does ice float?": "Ice floats because it is less dense than water.",
-    "How do bees make honey?": "Bees gather nectar from flowers and turn it into honey in their hive.",
+    "How do bees make honey?": "Bees gather nectar from flowers and turn it into honey in their "
+    "hive.",
     "Name three fruits.": "Three fruits are apples, pears and cherries.",
     "Name a planet.": "Jupiter is a planet, the largest one around the Sun.",
 }
@@ -192,21 +196,24 @@ OTHERS = {
 
 
 def conversations() -> Iterator[list[dict[str, Any]]]:
-    """Every question about a fact alone, behind a system message, and followed by another one; then the others."""
+    """Every question about a fact: alone, after a system message, and before another question.
+
+    The other questions follow.
+    """
     facts = list(FACTS.values())
     for fact, (questions, answers) in enumerate(facts):
         others, their_answers = facts[(fact + 5) % len(facts)]
         for number, question in enumerate(questions):
-            asked = [{"role": "user", "content": question}]
+            start = [{"role": "user", "content": question}]
             turns = [
-                [*asked, {"role": "assistant", "content": answers[(number + shift) % len(answers)]}]
+                [*start, {"role": "assistant", "content": answers[(number + shift) % len(answers)]}]
                 for shift in range(3)
             ]
             then = {"role": "user", "content": others[(number + 1) % len(others)]}
-            said = {"role": "assistant", "content": their_answers[number % len(their_answers)]}
+            reply = {"role": "assistant", "content": their_answers[number % len(their_answers)]}
             yield turns[0]
             yield [{"role": "system", "content": SYSTEM}, *turns[1]]
-            yield [*turns[2], then, said]
+            yield [*turns[2], then, reply]
     for question, answer in OTHERS.items():
         yield [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 

@@ -1,4 +1,7 @@
-"""Small models that many tests share, with weights under which mistakes show; made and compiled once a process."""
+"""Small models that many tests share, made and compiled once a process.
+
+Their weights make mistakes show.
+"""
 
 import functools
 
@@ -24,7 +27,7 @@ SMALL = LlamaConfig(
     mlp_dim=96,
     max_seq_len=64,
 )
-"""For what takes many steps: heads are as wide together as twice the embedding, and share keys and values."""
+"""For many steps: heads are together twice as wide as the embedding, and share keys and values."""
 LONG = LlamaConfig(
     vocab_size=97,
     num_layers=2,
@@ -35,7 +38,7 @@ LONG = LlamaConfig(
     mlp_dim=160,
     max_seq_len=512,
 )
-"""For what positions do: enough channels in a head, and enough positions, for a wrong angle to move the logits."""
+"""For positions: enough of them, and of channels in a head, that a wrong angle moves the logits."""
 FILE = LlamaConfig(
     vocab_size=300,
     num_layers=2,
@@ -45,7 +48,7 @@ FILE = LlamaConfig(
     mlp_dim=48,
     max_seq_len=64,
 )
-"""For what is written and read: as many tokens as a small SentencePiece model has, and sizes that llama2.c can hold."""
+"""For files: as many tokens as a small SentencePiece model has, and sizes that llama2.c allows."""
 SERVED = LlamaConfig(
     vocab_size=259,
     num_layers=2,
@@ -59,7 +62,8 @@ SERVED = LlamaConfig(
 """For the server: the byte tokenizer's tokens, and a context of four chunks."""
 
 forward, extend = jllama_itself().forward, jllama_itself().extend
-"""``forward(config, params, tokens, ...)``, ``extend(config, decode_params, tokens, cache, counts)``."""
+"""``forward(config, params, tokens, ...)`` and ``extend(config, decode_params, tokens, cache,
+counts)``."""
 
 
 @functools.cache
@@ -82,7 +86,7 @@ def decode_params(config, dtype="float32", quantize=None):
 
 @functools.cache
 def served(seed=0, dtype="float32", quantize=None):
-    """A model of ``SERVED`` with a tokenizer, in the layout for decoding; other seeds are other weights."""
+    """Return a model of ``SERVED`` with a tokenizer, in the layout for decoding."""
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), random_params(SERVED, seed))
     model = LanguageModel(
         SERVED, params, BytesTokenizer(), TEMPLATES["chatml"], (BytesTokenizer.eos_id,)
@@ -91,7 +95,7 @@ def served(seed=0, dtype="float32", quantize=None):
 
 
 def planted(mutation):
-    """The implementation, loading included, that makes one of ``jllama.verify.mutations``' mistakes."""
+    """Return an implementation, loading included, with a mistake of ``verify.mutations``."""
 
     def load(path, layout, rope_factor):
         model = registry.load(path, layout="training", rope_factor=rope_factor)

@@ -1,4 +1,5 @@
-"""Runs a notebook's code cells in one namespace, without Jupyter, and gives what Jupyter would show of each.
+"""Runs a notebook's code cells in one namespace, without Jupyter, and gives what Jupyter would show
+of each.
 
 ``python tests/notebook.py NOTEBOOK`` writes that into the notebook, as if it had been run there.
 """

@@ -1,4 +1,6 @@
-"""Run by test_mesh.py in a process of its own: sharded against one device, and what is where, as JSON on stdout."""
+"""Run by test_mesh.py in a process of its own: sharded against one device, and what is where, as
+JSON on stdout.
+"""
 
 import json
 

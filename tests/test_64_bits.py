@@ -58,18 +58,18 @@ def test_the_same_tokens_are_generated(draft_len, temperature):
             Prompt(tuple(map(int, row)), SamplingParams(temperature=temperature), 16)
             for row in TOKENS
         ]
-        engine, found = (
+        engine, results = (
             Engine(LanguageModel(CONFIG, decode_params(CONFIG, dtype)), 2, draft_len=draft_len),
             {},
         )
         rows = [engine.submit(Request(prompt)) for prompt in prompts]
         while engine.busy:
-            found.update(
+            results.update(
                 (row, event.completion.ids)
                 for row, event in engine.step()
                 if isinstance(event, Answer)
             )
-        return np.array([found[row] for row in rows])
+        return np.array([results[row] for row in rows])
 
     expected = generated("float32")
     with jax.enable_x64(True):

@@ -1,4 +1,6 @@
-"""Pages of runs in a real browser, as people look at them: light and dark, on a phone and on a desk."""
+"""Pages of runs in a real browser, as people look at them: light and dark, on a phone and on a
+desk.
+"""
 
 import io
 import json
@@ -20,8 +22,8 @@ from jllama.report import _COLORS
 from jllama.templates.messages import TEMPLATES
 
 pytestmark = pytest.mark.browser
-SWITCHES = """--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
---disable-component-update --disable-sync"""
+SWITCHES = """--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync
+--disable-background-networking --disable-component-update"""
 QUESTIONS = ["Where do you live, and who with?", "What <b>is</b> your name?"]
 SIZES = {"phone": (390, 844), "desk": (1280, 900)}
 READABLE, VISIBLE = 4.5, 3.0  # WCAG 2.2, 1.4.3 and 1.4.11
@@ -32,18 +34,21 @@ LOOK = """() => {
     const node = walker.currentNode, own = node.parentElement, style = getComputedStyle(own);
     if (!node.textContent.trim() || own.closest('metadata, style')) continue;
     const behind = [];
-    for (let each = own; each; each = each.parentElement) behind.push(getComputedStyle(each).backgroundColor);
+    for (let each = own; each; each = each.parentElement)
+      behind.push(getComputedStyle(each).backgroundColor);
     const color = own.closest('svg') ? style.fill : style.color;
     texts.push([node.textContent.trim().slice(0, 200), color, behind, parseFloat(style.fontSize)]);
   }
   const wide = [...document.querySelectorAll('.wide')];
   const inside = (each) => wide.some((box) => box !== each && box.contains(each));
-  const boxes = [...document.body.querySelectorAll('*')].filter((each) => !inside(each) && !each.closest('defs'));
+  const boxes = [...document.body.querySelectorAll('*')]
+                  .filter((each) => !inside(each) && !each.closest('defs'));
   return {
     texts, width: document.documentElement.scrollWidth,
     outside: boxes.map((each) => [each.tagName, each.getBoundingClientRect().right])
                   .filter(([_, right]) => right > innerWidth + 0.5),
-    scrolls: wide.map((each) => [each.scrollWidth > each.clientWidth, getComputedStyle(each).overflowX]),
+    scrolls: wide.map((each) => [each.scrollWidth > each.clientWidth,
+                                 getComputedStyle(each).overflowX]),
     lines: [...document.querySelectorAll('svg path')].filter((each) => each.getBBox().width > 50)
                   .map((each) => getComputedStyle(each).stroke),
   };

@@ -43,7 +43,7 @@ def without_cache(path, monkeypatch, **options):
 
 
 def no_work(monkeypatch):
-    """From here on nothing can be dequantized, but for the try of each type when a file is opened."""
+    """From here on nothing can be dequantized, but for a try of each type when a file is opened."""
     real = gguf_file.dequantize
     monkeypatch.setattr(
         gguf_file, "dequantize", lambda rows, type_: real(rows, type_) if len(rows) == 1 else 1 / 0

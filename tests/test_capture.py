@@ -34,7 +34,7 @@ def expected(config, tokens, segments):
     sharpness = config.rope_scaling.attention_factor**2 if config.rope_scaling else 1.0
     stacked = {name: np.float64(leaf) for name, leaf in weights(SMALL)["layers"].items()}
     x = np.float64(weights(SMALL)["embed"])[tokens]
-    found = {"embedding": x}
+    activations = {"embedding": x}
     for number in range(config.num_layers):
         w = {name: leaf[number] for name, leaf in stacked.items()}
         normed = oracle.rms_norm(x, w["attn_norm"], config.norm_eps)
@@ -42,22 +42,22 @@ def expected(config, tokens, segments):
             np.tensordot(normed, w[name], axes=1).swapaxes(0, 1) for name in ("wq", "wk", "wv")
         )
         query, key = (
-            oracle.rotate(each, positions, frequencies) for each in (sharpness * query, key)
+            oracle.rotate(array, positions, frequencies) for array in (sharpness * query, key)
         )
         unit = np.broadcast_to(np.eye(len(tokens)), key.shape)
         heads = oracle.attention(query, key, value, mask)
-        found[f"layers/{number}/attention_weights"] = oracle.attention(query, key, unit, mask)
+        activations[f"layers/{number}/attention_weights"] = oracle.attention(query, key, unit, mask)
         mixed = np.einsum("nth,nhe->te", heads, w["wo"])
-        found[f"layers/{number}/attention"] = mixed
+        activations[f"layers/{number}/attention"] = mixed
         normed = oracle.rms_norm(x + mixed, w["mlp_norm"], config.norm_eps)
         added = oracle.swiglu(normed, w["w_gate"], w["w_up"], w["w_down"])
-        found[f"layers/{number}/feed_forward"] = added
+        activations[f"layers/{number}/feed_forward"] = added
         x = oracle.block(x, w, config, mask, positions, frequencies)
-        found[f"layers/{number}"] = x
-    found["final_norm"] = oracle.rms_norm(
+        activations[f"layers/{number}"] = x
+    activations["final_norm"] = oracle.rms_norm(
         x, np.float64(weights(SMALL)["final_norm"]), config.norm_eps
     )
-    return found
+    return activations
 
 
 @pytest.mark.parametrize("layout", [params, decode_params])
@@ -65,38 +65,40 @@ def expected(config, tokens, segments):
 @pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["whole", "packed"])
 def test_every_activation_is_the_oracles(layout, config, segments):
     model = LanguageModel(config, layout(SMALL))
-    found = model.capture(TOKENS, NAMES, segments)
-    assert [*found] == NAMES
+    captured = model.capture(TOKENS, NAMES, segments)
+    assert [*captured] == NAMES
     for row in range(len(TOKENS)):
         own = np.ones(LENGTH) if segments is None else segments[row]
         for name, value in expected(config, TOKENS[row], own).items():
-            assert relative_error(np.float64(found[name][row]), value) < 2e-6, name
+            assert relative_error(np.float64(captured[name][row]), value) < 2e-6, name
 
 
 def test_what_is_captured_makes_the_logits():
-    """Blocks add up, what a query takes of its keys is one, and nothing is taken of what comes later."""
+    """Blocks add up, a query's weights sum to one, and later keys have no weight."""
     model = LanguageModel(SMALL, params(SMALL))
-    found = {name: np.float64(value) for name, value in model.capture(TOKENS, NAMES).items()}
-    before = found["embedding"]
+    captured = {name: np.float64(value) for name, value in model.capture(TOKENS, NAMES).items()}
+    before = captured["embedding"]
     for number in range(SMALL.num_layers):
-        added = found[f"layers/{number}/attention"] + found[f"layers/{number}/feed_forward"]
-        np.testing.assert_allclose(before + added, found[f"layers/{number}"], rtol=1e-5, atol=1e-5)
-        before = found[f"layers/{number}"]
-        shares = found[f"layers/{number}/attention_weights"]
+        added = captured[f"layers/{number}/attention"] + captured[f"layers/{number}/feed_forward"]
+        np.testing.assert_allclose(
+            before + added, captured[f"layers/{number}"], rtol=1e-5, atol=1e-5
+        )
+        before = captured[f"layers/{number}"]
+        shares = captured[f"layers/{number}/attention_weights"]
         assert shares.shape == (2, SMALL.num_heads, LENGTH, LENGTH)
         np.testing.assert_allclose(shares.sum(axis=-1), 1, rtol=1e-6)
         assert np.all(shares * np.triu(np.ones((LENGTH, LENGTH)), 1) == 0)
-    logits = found["final_norm"] @ np.float64(weights(SMALL)["lm_head"])
+    logits = captured["final_norm"] @ np.float64(weights(SMALL)["lm_head"])
     np.testing.assert_allclose(logits, model(TOKENS), rtol=1e-5, atol=1e-5)
 
 
 def test_quantized_weights_give_activations_near_their_own():
-    found = LanguageModel(SMALL, decode_params(SMALL, quantize="int8")).capture(
+    captured = LanguageModel(SMALL, decode_params(SMALL, quantize="int8")).capture(
         TOKENS, ["layers/1"]
     )
     for row in range(len(TOKENS)):
         value = expected(SMALL, TOKENS[row], np.ones(LENGTH))["layers/1"]
-        assert 1e-5 < relative_error(np.float64(found["layers/1"][row]), value) < 0.05
+        assert 1e-5 < relative_error(np.float64(captured["layers/1"][row]), value) < 0.05
 
 
 @pytest.mark.parametrize("name", ["layers/2", "layers/-1", "layers/0/attn", "layers", "", "logits"])

@@ -117,7 +117,7 @@ def torch_adamw(w, gradients, learning_rate, beta1, beta2, eps, weight_decay):
 
 
 @pytest.mark.parametrize(
-    ("component", "mine", "tolerance"),
+    ("component", "function", "tolerance"),
     [
         ("rms_norm", on_float32(F.rms_norm), FLOAT32),
         ("rope", jax_rope, FLOAT32),
@@ -137,8 +137,8 @@ def torch_adamw(w, gradients, learning_rate, beta1, beta2, eps, weight_decay):
         ("adamw", torch_adamw, FLOAT32),
     ],
 )
-def test_right_components_pass(component, mine, tolerance):
-    verdict = getattr(check, component)(mine)
+def test_right_components_pass(component, function, tolerance):
+    verdict = getattr(check, component)(function)
     assert verdict
     assert verdict.ok
     assert verdict.error < verdict.tolerance == tolerance
@@ -148,22 +148,22 @@ def test_right_components_pass(component, mine, tolerance):
 def a_part_at_a_time(forward):
     """A cache whose logits are those that ``forward`` gives for whole rows."""
 
-    def mine(params, tokens, config, seen):
+    def function(params, tokens, config, seen):
         begin = seen or 0
         end = begin + tokens.shape[1]
         return forward(params, check._small_model()[1], config, None)[:, begin:end], end
 
-    return mine
+    return function
 
 
 def drawing(shares):
     """A sampler that draws with these probabilities."""
 
-    def mine(logits, *settings):
+    def function(logits, *settings):
         probs = np.float64(shares(logits, *settings))
         return np.random.default_rng(0).choice(len(probs), len(logits), p=probs / probs.sum())
 
-    return mine
+    return function
 
 
 @pytest.mark.parametrize(
@@ -173,9 +173,9 @@ def test_every_mistake_is_told_by_its_name(component, mistake):
     wrong = check.MISTAKES[component][mistake]
     written = {"cache": a_part_at_a_time, "sampler": drawing}.get(component, lambda right: right)
     with np.errstate(all="ignore"):
-        for mine in (wrong, lambda *arrays: np.float32(wrong(*map(float32, arrays)))):
-            mine = written(mine)
-            verdict = getattr(check, component)(mine)
+        for function in (wrong, lambda *arrays: np.float32(wrong(*map(float32, arrays)))):
+            function = written(function)
+            verdict = getattr(check, component)(function)
             assert not verdict
             assert verdict.mistake == mistake
             assert not verdict.error < 10 * FLOAT32  # NaN too
@@ -190,20 +190,26 @@ def test_no_two_mistakes_are_alike(component, monkeypatch):
     right_verdict = check.Verdict(component, 0.0, FLOAT32)
     with monkeypatch.context() as patch:
         patch.setattr(
-            check, "_verdict", lambda _, mine, right, *given: inputs.extend(given) or right_verdict
+            check,
+            "_verdict",
+            lambda _, function, right, *arguments, run=None: (
+                inputs.extend(arguments) or right_verdict
+            ),
         )
         getattr(check, component)(lambda *arrays: None)
-    least = 2 * (DRAWN if component == "sampler" else FLOAT32)
+    min_distance = 2 * (DRAWN if component == "sampler" else FLOAT32)
     with np.errstate(all="ignore"):
         results = {name: np.asarray(wrong(*inputs)) for name, wrong in table.items()}
         for name, result in results.items():
-            near = [other for other in table if check._distance(result, results[other]) < least]
+            near = [
+                other for other in table if check._distance(result, results[other]) < min_distance
+            ]
             assert near == [name]
 
 
 def test_a_row_that_sees_no_key_may_become_anything():
     def sees_no_self(q, k, v):
-        k, v = (np.repeat(each, 3, axis=1) for each in (k, v))
+        k, v = (np.repeat(heads, 3, axis=1) for heads in (k, v))
         scores = np.where(np.tri(q.shape[2], k=-1), q @ k.swapaxes(2, 3) / 4, -1e9)
         return oracle.softmax(scores) @ v
 
@@ -221,7 +227,7 @@ def test_what_is_not_known_is_shown_where_it_is_worst():
 
 
 @pytest.mark.parametrize(
-    ("mine", "sentence"),
+    ("function", "sentence"),
     [
         (lambda x, scale, eps: None, "It returns nothing where the shape [3, 16, 64] is expected."),
         (
@@ -235,17 +241,18 @@ def test_what_is_not_known_is_shown_where_it_is_worst():
         ),
     ],
 )
-def test_another_shape_is_said(mine, sentence):
-    verdict = check.rms_norm(mine)
+def test_another_shape_is_said(function, sentence):
+    verdict = check.rms_norm(function)
     assert not verdict
     assert str(verdict).splitlines() == ["rms_norm: differs from the oracle.", sentence]
 
 
 @pytest.mark.parametrize("component", check.MISTAKES)
 def test_a_wrong_signature_shows_the_call(component):
-    form = {"rms_norm": "mine(x, scale, eps)", "cache": "mine(params, tokens, config, cache)"}.get(
-        component, "mine("
-    )
+    form = {
+        "rms_norm": "function(x, scale, eps)",
+        "cache": "function(params, tokens, config, cache)",
+    }.get(component, "function(")
     with pytest.raises(jllama.UsageError, match=re.escape(f"{component} is called as ``{form}")):
         getattr(check, component)(lambda one: one)
 
@@ -277,6 +284,6 @@ def test_under_jit_and_in_64_bits():
 
 
 def test_the_example_in_its_documentation():
-    found = doctest.testmod(check, extraglobs={"jllama": jllama})
-    assert found.attempted
-    assert not found.failed
+    results = doctest.testmod(check, extraglobs={"jllama": jllama})
+    assert results.attempted
+    assert not results.failed

@@ -17,7 +17,8 @@ tiny |= {"model.max_seq_len": 32, "data.path": "corpus.txt", "data.tokenizer": "
 tiny |= {"training.batch_size": 2, "training.sample_tokens": 0}
 options = [f"--{name}={value}" for name, value in tiny.items()]
 assert cli.main(["train", "quickstart", *options, "--training.steps=1", "--run_dir=runs/one"]) == 0
-sys.argv = ["train.py", "--config", "configs/quickstart.yaml", *options, "--training.steps=1", "--run_dir=runs/two"]
+config = ["--config", "configs/quickstart.yaml"]
+sys.argv = ["train.py", *config, *options, "--training.steps=1", "--run_dir=runs/two"]
 try:
     runpy.run_path("train.py", run_name="__main__")
 except SystemExit as done:

@@ -1,4 +1,6 @@
-"""The sizes of every released Llama come out of the rules, and what cannot be built is refused in one sentence."""
+"""The sizes of every released Llama come out of the rules, and what cannot be built is refused in
+one sentence.
+"""
 
 import dataclasses
 import math
@@ -62,7 +64,8 @@ def test_derived_sizes(head_dim, kv_heads, group):
 
 
 def test_given_sizes_are_kept():
-    # Neither embed_dim / num_heads nor the rule: heads wider than the residual stream, as published models have.
+    # Neither embed_dim / num_heads nor the rule: heads wider than the residual stream, as published
+    # models have.
     config = LlamaConfig(embed_dim=100, num_heads=6, num_kv_heads=2, head_dim=64, mlp_dim=7)
     assert (config.num_kv_heads, config.head_dim, config.mlp_dim) == (2, 64, 7)
 
@@ -103,7 +106,7 @@ def test_a_config_is_frozen():
             for value in (0, -1)
         ],
         *[
-            ({name: -1}, f"^{name} is -1; it must be positive, or 0 to work it out$")
+            ({name: -1}, f"^{name} is -1; it must be positive, or 0 to derive it$")
             for name in ("vocab_size", "num_kv_heads", "head_dim", "mlp_dim")
         ],
         *[
@@ -114,14 +117,17 @@ def test_a_config_is_frozen():
         *[
             (
                 {name: most + 1},
-                f"^{name} is {most + 1:,}, and no Llama's is over {most:,}: it cannot be meant$",
+                f"^{name} is {most + 1:,}; it must be at most {most:,}: no Llama has more$",
             )
             for name, most in MAX_SIZES.items()
         ],
-        ({"embed_dim": 10**8}, "^embed_dim is 100,000,000, and no"),
-        ({"num_layers": 10**6}, "^num_layers is 1,000,000, and no"),
-        ({"vocab_size": 99_999_999_999}, "^vocab_size is 99,999,999,999, and no"),
-        ({"max_seq_len": 2**63 - 1}, "^max_seq_len is 9,223,372,036,854,775,807, and no"),
+        ({"embed_dim": 10**8}, "^embed_dim is 100,000,000; it must be at most"),
+        ({"num_layers": 10**6}, "^num_layers is 1,000,000; it must be at most"),
+        ({"vocab_size": 99_999_999_999}, "^vocab_size is 99,999,999,999; it must be at most"),
+        (
+            {"max_seq_len": 2**63 - 1},
+            "^max_seq_len is 9,223,372,036,854,775,807; it must be at most",
+        ),
         (
             {"embed_dim": 100, "num_heads": 3},
             "^embed_dim 100 is not divisible by num_heads 3: .* give head_dim$",
@@ -199,7 +205,8 @@ def test_what_cannot_be_built_is_refused(settings, message):
         *[
             (
                 {"type": "yarn", "factor": 8.0, "attention_factor": value},
-                f"^rope_scaling.attention_factor is {value}; it must be positive, or 0 to work it out$",
+                f"^rope_scaling.attention_factor is {value}; "
+                "it must be positive, or 0 to derive it$",
             )
             for value in (-1.0, float("nan"))
         ],

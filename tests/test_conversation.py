@@ -1,4 +1,4 @@
-"""A conversation: its answers are those to all that was said, and each computes only what is new."""
+"""A conversation: answers are those to all that was said, and each computes only what is new."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""A model laid out for decoding: the same logits; and in eight bits, those of the rounded weights."""
+"""A model laid out for decoding: the same logits; in eight bits, those of the rounded weights."""
 
 import math
 

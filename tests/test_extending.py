@@ -39,7 +39,7 @@ REGISTRIES.append(jllama.OBJECTIVES)  # whose addition on the page needs a teach
 
 @pytest.fixture
 def additions(tmp_path):
-    """The page's code in its order, as a module of its own; what it registers is gone afterwards."""
+    """The page's code in its order, as a module; its registrations are removed afterwards."""
     before = [dict(registry) for registry in REGISTRIES]
     path = tmp_path / "my_additions.py"
     path.write_text("\n\n".join(BLOCKS))
@@ -61,7 +61,7 @@ def test_the_page_adds_to_every_registry(additions):
 
 
 def test_an_optimizer(tmp_path, additions):
-    """It is trained with under the schedule, the clip and the weight decay of all, and its runs are resumed."""
+    """It trains with the usual schedule, clip and weight decay, and its runs are resumed."""
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
 
     def train(steps, **changes):
@@ -88,22 +88,22 @@ def test_an_optimizer(tmp_path, additions):
 
 
 def test_an_objective(tmp_path, additions):
-    """Its loss and figure are those of float64, in one part and in two; a run logs and evaluates them."""
+    """Its loss and figure are those of float64, in one part and in two; a run logs both."""
     teacher = jllama.LanguageModel(SMALL, random_params(SMALL, 1), BytesTokenizer())
     jllama.OBJECTIVES["distillation"] = additions.distillation(teacher)
     batch = jllama.text_batch(np.random.default_rng(0).integers(0, 256, (4, 17)), bos_id=9)
     segments = batch.segments[:, :-1]
     counted = segments == batch.segments[:, 1:]
     weights = random_params(SMALL, 2)
-    ours, theirs = (
+    student, teacher_probs = (
         np.exp(logits - np.log(np.exp(logits).sum(-1, keepdims=True)))
         for logits in (
-            oracle.forward(each, batch.tokens[:, :-1], SMALL, segments=segments)
-            for each in (weights, teacher.params)
+            oracle.forward(params, batch.tokens[:, :-1], SMALL, segments=segments)
+            for params in (weights, teacher.params)
         )
     )
-    expected = -np.sum(theirs * np.log(ours), axis=-1)[counted].mean()
-    same_choice = (ours.argmax(-1) == theirs.argmax(-1))[counted].sum()
+    expected = -np.sum(teacher_probs * np.log(student), axis=-1)[counted].mean()
+    same_choice = (student.argmax(-1) == teacher_probs.argmax(-1))[counted].sum()
     for accumulation in (1, 2):
         loop = jllama.LoopConfig(
             batch_size=4,
@@ -142,7 +142,7 @@ def test_an_objective(tmp_path, additions):
     losses = [line["loss"] for line in lines if "loss" in line]
     assert losses[-1] < losses[0]
     figures = [line["validation_figures"] for line in lines if "validation_loss" in line]
-    assert all(0 <= each["same_choice"] <= 1 for each in figures)
+    assert all(0 <= line["same_choice"] <= 1 for line in figures)
     assert "perplexity" not in json.dumps(figures)
 
 
@@ -190,7 +190,10 @@ def test_a_parameter_that_an_optimizer_leaves(additions):
 
 
 def test_a_sampler(additions):
-    """It draws what NumPy would leave, also beside a row that does not know its field; its default changes nothing."""
+    """It draws what NumPy would leave, also beside a row without its field.
+
+    Its default changes nothing.
+    """
     config = jllama.LlamaConfig(
         vocab_size=259,
         num_layers=1,
@@ -307,7 +310,7 @@ def test_a_rope_type(tmp_path, additions):
 
 
 def test_an_attention_implementation(additions):
-    """It is called by name in training and prefill; with a cache, which it does not know, it is an error."""
+    """It is called by name in training and prefill; with a cache it is an error."""
     params = jllama.initial_params(jax.random.key(0), SMALL)
     tokens = jnp.arange(20)[None]
 
@@ -333,7 +336,7 @@ def test_an_attention_implementation(additions):
 
 
 def test_attention_over_a_cache(additions, monkeypatch):
-    """A step of decoding takes it: the tokens are those of whole sequences in the window, and without it others."""
+    """Decoding takes it: the tokens are those of whole sequences in the window."""
     config = dataclasses.replace(SMALL, max_seq_len=48)
     model = jllama.LanguageModel(
         config, jax.tree.map(jnp.asarray, random_params(config, 0)), BytesTokenizer()
@@ -360,7 +363,7 @@ def test_attention_over_a_cache(additions, monkeypatch):
 
 
 def test_rows_of_parameters(additions):
-    """They are initialized, trained without decay, laid out for decoding and decoded with; other models have none."""
+    """They are initialized, trained, laid out for decoding and decoded with."""
     config = additions.QKNormConfig(**vars(SMALL))
     params = jllama.initial_params(jax.random.key(0), config)
     assert params["layers"].keys() - jllama.initial_params(jax.random.key(0), SMALL)[

@@ -37,10 +37,10 @@ def test_a_file_takes_its_name_at_the_end(tmp_path, old, shared):
 def test_after_an_error_all_is_as_before(tmp_path, shared):
     (tmp_path / "target").write_text("old")
     for is_folder in (False, True):
-        with (
+        with (  # noqa: PT012
             pytest.raises(ZeroDivisionError),
             written_whole(tmp_path / "target", shared=shared) as partial,
-        ):  # noqa: PT012
+        ):
             partial.mkdir() if is_folder else partial.write_text("new")
             raise ZeroDivisionError
         assert left(tmp_path) == {"target": "old"}

@@ -1,4 +1,6 @@
-"""Texts that must match: masks against trying every token, texts against ``re`` and ``jsonschema``, nasty grammars."""
+"""Texts that must match: masks against trying every token, texts against ``re`` and ``jsonschema``,
+nasty grammars.
+"""
 
 import concurrent.futures
 import json
@@ -97,7 +99,9 @@ def matches(regex, text):
 def test_a_mask_holds_the_tokens_that_can_come_next_and_where_the_text_matches_the_stop_ids(
     tokenizer, regex, seed
 ):
-    """Tried one by one; whether a text matches, and that each can still come to match, is what ``re`` says."""
+    """Tried one by one; whether a text matches, and that each can still come to match, is what
+    ``re`` says.
+    """
     stop_ids = (tokenizer.eos_id, tokenizer.bos_id)
     matcher, random, pieces = (
         Matcher(Grammar("regex", regex), tokenizer, stop_ids),
@@ -138,7 +142,9 @@ def test_pieces_are_the_text_of_tokens(tokenizer):
     order=st.randoms(use_true_random=False),
 )
 def test_matchers_share_nothing(tokenizer, seeds, order):
-    """Each goes its way as alone, whatever the others of the same grammar have taken meanwhile, also in threads."""
+    """Each goes its way as alone, whatever the others of the same grammar have taken meanwhile,
+    also in threads.
+    """
     grammar = Grammar("json_schema", '{"type": "array", "items": {"type": ["string", "integer"]}}')
 
     def new():
@@ -369,14 +375,14 @@ def test_what_is_kept_is_bounded_and_used_last(monkeypatch):
     monkeypatch.setattr(
         module, "_compile", lambda *given: compiled.append(given[0].text[:1]) or compile_(*given)
     )
-    monkeypatch.setattr(module, "_kept", {})
-    monkeypatch.setattr(module, "MAX_KEPT", 3000)
+    monkeypatch.setattr(module, "_cache", {})
+    monkeypatch.setattr(module, "MAX_CACHED_CHARACTERS", 3000)
     for char in "abcdefg":
         for text in ("z" * 1000, char * 1000):
             assert Matcher(Grammar("regex", text), BYTES, (2,)).allowed().any()
-        assert sum(len(kept.text) for kept, _ in module._kept) <= 3000
+        assert sum(len(kept.text) for kept, _ in module._cache) <= 3000
     assert "".join(compiled) == "zabcdefg"
-    assert [kept.text[0] for kept, _ in module._kept] == ["f", "z", "g"]
+    assert [kept.text[0] for kept, _ in module._cache] == ["f", "z", "g"]
 
 
 def test_wrong_use(monkeypatch):

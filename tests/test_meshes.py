@@ -1,4 +1,6 @@
-"""Every mesh of eight (pretended) devices gives one device's curve of loss, and samples the same ids."""
+"""Every mesh of eight (pretended) devices gives one device's curve of loss, and samples the same
+ids.
+"""
 
 import json
 import os

@@ -59,7 +59,7 @@ CONFIGS = {  # that jllama.verify.conformance does not have
 
 rng = np.random.default_rng(0)
 TOKENS = rng.integers(0, BASE.vocab_size, (3, LONG))
-# From zero; all of them spread up to 100,667, so that distances pass 8,192; and neighbors near 100,000.
+# From zero; spread up to 100,667, so that distances pass 8,192; and neighbors near 100,000.
 POSITIONS = np.stack([np.arange(LONG), 197 * np.arange(LONG), 99_700 + np.arange(LONG)])
 FAR = slice(1, 2)
 
@@ -81,7 +81,7 @@ def judged(config):
 
 
 @functools.cache
-def ours(config):
+def actual_logits(config):
     return np.asarray(forward(config, weights(config), TOKENS, None, POSITIONS))
 
 
@@ -91,8 +91,8 @@ def with_layers(params, **changed):
 
 def assert_trees_near(actual, expected, tolerance=TOLERANCE):
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for ours, theirs in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert relative_error(ours, theirs) < tolerance
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert relative_error(one, other) < tolerance
 
 
 # Against the oracle
@@ -101,8 +101,8 @@ def assert_trees_near(actual, expected, tolerance=TOLERANCE):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_equal_the_oracle(name):
     config = CONFIGS[name]
-    assert ours(config).dtype == np.float32
-    assert worst_error(ours(config), judged(config)) < TOLERANCE
+    assert actual_logits(config).dtype == np.float32
+    assert worst_error(actual_logits(config), judged(config)) < TOLERANCE
 
 
 def test_positions_default_to_counting_from_zero():
@@ -179,7 +179,7 @@ WRONG_TOKENS = {
     "float": (jnp.ones((1, 8)), r"tokens is float32\[1, 8\]; token ids are integers"),
     "one row alone": (
         ids(8),
-        r"tokens is int32\[8\]; it must be \[batch, seq\]; of a row alone, take tokens\[None\]",
+        r"tokens is int32\[8\]; it must be \[batch, seq\]; for a single row, pass tokens\[None\]",
     ),
     "a list of numbers": ([1, 2], r"tokens is int64\[2\]; it must be \[batch, seq\]"),
     "a ragged list": ([[1, 2], [3]], "the rows of tokens differ in length: pad them"),
@@ -238,7 +238,7 @@ def test_models_refuse_what_are_not_ids_of_theirs():
     sentences = [
         "tokens holds the id 10; this model's are 0 to 9",
         "tokens is float32[1, 8]; token ids are integers",
-        "tokens is int32[8]; it must be [batch, seq]; of a row alone, take tokens[None]",
+        "tokens is int32[8]; it must be [batch, seq]; for a single row, pass tokens[None]",
     ]
     assert run.stdout.splitlines() == 4 * sentences
 
@@ -326,7 +326,7 @@ def test_remat_does_recompute():
 def test_a_token_changes_no_earlier_logits(tokens, position, change):
     other = tokens.copy()
     other[:, position] = (other[:, position] + change) % BASE.vocab_size
-    before, after = (np.asarray(forward(BASE, weights(BASE), each)) for each in (tokens, other))
+    before, after = (np.asarray(forward(BASE, weights(BASE), array)) for array in (tokens, other))
     np.testing.assert_array_equal(after[:, :position], before[:, :position])
     for row in range(3):
         assert relative_error(after[row, position], before[row, position]) > VISIBLE
@@ -339,13 +339,13 @@ def test_a_document_changes_nothing_in_the_next(tokens, cut, seed):
     other = tokens.copy()
     other[:, :cut] = np.random.default_rng(seed).integers(0, BASE.vocab_size, (3, cut))
     packed, changed = (
-        np.asarray(forward(BASE, weights(BASE), each, segments)) for each in (tokens, other)
+        np.asarray(forward(BASE, weights(BASE), array, segments)) for array in (tokens, other)
     )
     np.testing.assert_array_equal(changed[:, cut:], packed[:, cut:])
     # Without segments the same change is seen, unless no token changed.
     if np.any(other != tokens, axis=1).all():
         whole, leaking = (
-            np.asarray(forward(BASE, weights(BASE), each)) for each in (tokens, other)
+            np.asarray(forward(BASE, weights(BASE), array)) for array in (tokens, other)
         )
         assert relative_error(leaking[:, cut:], whole[:, cut:]) > VISIBLE
 
@@ -418,11 +418,11 @@ def test_the_base_of_dynamic_scaling_goes_by_the_sequence_or_the_context():
         )
     assert np.all(rope_frequencies(short, 129)[1:] < plain[1:])
     few = forward(DYNAMIC, weights(BASE), TOKENS[:1, :SHORT])
-    assert relative_error(few, ours(DYNAMIC)[:1, :SHORT]) < TOLERANCE
+    assert relative_error(few, actual_logits(DYNAMIC)[:1, :SHORT]) < TOLERANCE
 
 
 def test_the_base_of_dynamic_scaling_stays_with_a_cache():
-    # Its keys are already turned, so that a row that grows past the context keeps the context's base.
+    # The cached keys are turned, so a row that grows past the context keeps the context's base.
     short = dataclasses.replace(DYNAMIC, max_seq_len=128)
     np.testing.assert_array_equal(prefilled_and_decoded(short), prefilled_and_decoded(BASE))
 
@@ -464,7 +464,7 @@ def decoded(params, tokens, cache, counts, begins):
 @pytest.mark.parametrize("begins", [False, True])
 @pytest.mark.parametrize("seq", [SHORT, 300])
 def test_rows_that_begin_equal_the_oracle_and_their_padding_is_not_written(seq, begins):
-    """Whether attention goes by the cache or by whole sequences, which are long enough here for blocks, or not."""
+    """Attention takes the cache or whole sequences, and these are long enough for blocks or not."""
     assert F.choose_attention(seq, seq, backward=False) == (
         "reference" if seq == SHORT else "blocked"
     )
@@ -487,8 +487,8 @@ def test_a_full_cache_stays_as_it_is():
     full = filled(8)
     np.testing.assert_array_equal(full.lengths, 8)
     _, after = extend(BASE, unstacked(BASE), TOKENS[:, 8:14], full, jnp.zeros(3, jnp.int32))
-    for kept, before in zip(jax.tree.leaves(after), jax.tree.leaves(full), strict=True):
-        np.testing.assert_array_equal(kept, before)
+    for leaf, before in zip(jax.tree.leaves(after), jax.tree.leaves(full), strict=True):
+        np.testing.assert_array_equal(leaf, before)
 
 
 def test_a_donated_cache_is_updated_in_place():
@@ -507,7 +507,7 @@ def test_a_donated_cache_is_updated_in_place():
         unusable(KVCache.zeros(BASE, 1, 8))
 
 
-# Mistakes, besides those of jllama.verify.mutations: each moves the logits by at least 100 tolerances
+# Mistakes, besides those of jllama.verify.mutations: they move logits by at least 100 tolerances
 
 
 @pytest.mark.parametrize(
@@ -548,7 +548,7 @@ def assert_seen(config, changed):
         dataclasses.replace(config, **changed),
         POSITIONS[FAR],
     )
-    assert relative_error(ours(config)[FAR], other) > VISIBLE
+    assert relative_error(actual_logits(config)[FAR], other) > VISIBLE
 
 
 def permuted_twice(layers):
@@ -606,7 +606,7 @@ def does_not_see_itself(offset=None, **segments):
 
 @functools.cache
 def sharp():
-    """Weights with larger queries, whose attention tells small turns apart; and the oracle's logits."""
+    """Return weights with larger queries, so that small turns show; and the oracle's logits."""
     params = random_params(BASE, 0, query_gain=3.0)
     return params, oracle.forward(params, TOKENS, BASE, POSITIONS)
 

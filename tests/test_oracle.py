@@ -1,4 +1,4 @@
-"""The judge itself: every knob of the oracle moves its logits by far more than the tolerance of the other tests."""
+"""The oracle itself: every setting moves its logits by far more than other tests tolerate."""
 
 import dataclasses
 import inspect
@@ -108,7 +108,8 @@ def test_dynamic_scaling_goes_by_the_longer_of_sequence_and_context():
     )
     assert np.all(oracle.rope_frequencies(config, 512)[1:] < oracle.rope_frequencies(config)[1:])
     short, plain = (
-        dataclasses.replace(config, max_seq_len=128, rope_scaling=each) for each in (DYNAMIC, None)
+        dataclasses.replace(config, max_seq_len=128, rope_scaling=scaling)
+        for scaling in (DYNAMIC, None)
     )
     np.testing.assert_array_equal(
         oracle.rope_frequencies(short, 128), oracle.rope_frequencies(plain)

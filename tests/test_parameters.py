@@ -1,4 +1,6 @@
-"""The one table against the model it describes, the counts of published models, and a start at ln V."""
+"""The one table against the model it describes, the counts of published models, and a start at ln
+V.
+"""
 
 import dataclasses
 import functools
@@ -65,7 +67,9 @@ compiled = jax.jit(initial_params, static_argnums=1)
 
 @functools.cache
 def initialize(config):
-    """Drawn by JAX's default generator once; for the rest, by the one that compiles in a third of the time."""
+    """Drawn by JAX's default generator once; for the rest, by the one that compiles in a third of
+    the time.
+    """
     return compiled(jax.random.key(0, impl="threefry2x32" if config == SMALL else "rbg"), config)
 
 
@@ -208,10 +212,12 @@ def test_flops_of_a_hand_computed_example():
         head_dim=6,
         mlp_dim=10,
     )
-    # wq 8*24, wk and wv 8*12 each, wo 24*8, three MLP matrices of 8*10, the head 8*100; norms and the embedding no.
+    # wq 8*24, wk and wv 8*12 each, wo 24*8, three MLP matrices of 8*10, the head 8*100; norms and
+    # the embedding no.
     matrices = 2 * (192 + 96 + 96 + 192 + 3 * 80) + 800
     assert matrices == 2432
-    # Scores and mixing, 2*24 each a key in the forward pass; three times that with the backward pass; 2 layers.
+    # Scores and mixing, 2*24 each a key in the forward pass; three times that with the backward
+    # pass; 2 layers.
     attention = 3 * 2 * (2 * 24 + 2 * 24) * 16
     assert training_flops_per_token(config, 16) == 6 * matrices + attention == 23_808
     tied = dataclasses.replace(config, tie_embeddings=True)

@@ -1,4 +1,6 @@
-"""The presets: parameter counts and feed-forward widths are exact, and what those do not show is as released."""
+"""The presets: parameter counts and feed-forward widths are exact, and what those do not show is as
+released.
+"""
 
 import collections
 import functools
@@ -50,7 +52,8 @@ COUNTS = {
     "stories-42m": 41_689_600,
     "stories-110m": 109_529_856,
 }
-# What Meta's params.json and llama2.c give to the rule; 216 is what OpenLLaMA 3B's width comes from.
+# What Meta's params.json and llama2.c give to the rule; 216 is what OpenLLaMA 3B's width comes
+# from.
 RULES = {
     "llama1-7b": {},
     "llama1-13b": {},
@@ -170,7 +173,9 @@ def abstract_state(name, optimizer):
 @pytest.mark.parametrize("devices", MESHES)
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_split_over_8_and_64_devices(name, devices):
-    """Or the error names the axis. Moments are split as their parameter; what has another shape is whole everywhere."""
+    """Or the error names the axis. Moments are split as their parameter; what has another shape is
+    whole everywhere.
+    """
     mesh = AbstractMesh(MESHES[devices], AXES, axis_types=(AxisType.Auto,) * 4)
     config, table = preset(name), parameter_table(preset(name))
     if (name, devices) in DO_NOT_DIVIDE:

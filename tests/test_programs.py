@@ -1,4 +1,6 @@
-"""A program from an earlier process gives the bits of one that was traced here, and is never one of other code."""
+"""A program from an earlier process gives the bits of one that was traced here, and is never one of
+other code.
+"""
 
 import dataclasses
 import functools
@@ -51,7 +53,7 @@ def generate(**settings):
 
 
 def later_process(monkeypatch, keeps=True):
-    monkeypatch.setattr(programs, "_keeps", threading.Event())
+    monkeypatch.setattr(programs, "_is_enabled", threading.Event())
     monkeypatch.setattr(programs, "_programs", {})
     monkeypatch.setattr(programs, "_loading", {})
     if keeps:
@@ -178,7 +180,9 @@ def plant(folder, key, mark, mode):
 
 
 def test_nothing_is_run_but_what_is_asked_for(folder, tmp_path, monkeypatch):
-    """However new it is, and whatever its name; and not what others can write, though it is asked for."""
+    """However new it is, and whatever its name; and not what others can write, though it is asked
+    for.
+    """
     expected, mark = generate(), tmp_path / "mark"
     for number, key in enumerate([*(path.name for path in folder.iterdir()), "f" * 64]):
         plant(folder, key, mark, 0o600 if key == "f" * 64 else 0o666)
@@ -189,7 +193,7 @@ def test_nothing_is_run_but_what_is_asked_for(folder, tmp_path, monkeypatch):
         found.result()
     assert not mark.exists()
     plant(folder, "f" * 64, mark, 0o600)
-    programs._loaded("f" * 64)
+    programs._load("f" * 64)
     assert mark.exists()  # so it would have been seen
 
 

@@ -38,7 +38,8 @@ CONFIGS = {
     "Llama 3.1": dataclasses.replace(BASE, rope_theta=500_000.0, rope_scaling=Llama3Scaling(8.0)),
     "Llama 3.2": dataclasses.replace(BASE, rope_theta=500_000.0, rope_scaling=Llama3Scaling(32.0)),
     "yarn": dataclasses.replace(BASE, rope_scaling=YarnScaling(4.0, original_max_seq_len=2048)),
-    # A larger attention factor would sharpen their attention, and the error of their angles, past the tolerance.
+    # A larger attention factor would sharpen their attention, and the error of their angles, past
+    # the tolerance.
     "yarn, every knob": dataclasses.replace(
         BASE,
         rope_theta=500_000.0,
@@ -48,8 +49,9 @@ CONFIGS = {
     ),
 }
 TOKENS = np.random.default_rng(0).integers(0, BASE.vocab_size, (2, SEQ))
-# The second row reaches 8,687. Farther out their angles, float32 products, are off by more than the tolerance: up to
-# 15,330 their logits differ from the float64 oracle's by up to 1e-4, and ours by 2e-6.
+# The second row reaches 8,687. Farther out their angles, float32 products, are off by more than the
+# tolerance: up to 15,330 their logits differ from the float64 oracle's by up to 1e-4, and
+# jllama's by 2e-6.
 POSITIONS = np.stack([np.arange(SEQ), 17 * np.arange(SEQ)])
 
 
@@ -92,30 +94,30 @@ def their_config(config):
 
 def their_model(config, params):
     """LlamaForCausalLM in float32 with these weights; every one of its own is overwritten."""
-    theirs = transformers.LlamaForCausalLM(their_config(config)).eval()
+    other = transformers.LlamaForCausalLM(their_config(config)).eval()
     weights = {
         "model.embed_tokens.weight": params["embed"],
         "model.norm.weight": params["final_norm"],
     }
     weights["lm_head.weight"] = params["embed"] if config.tie_embeddings else params["lm_head"].T
     for index in range(config.num_layers):
-        ours = {name: stack[index] for name, stack in params["layers"].items()}
+        layer = {name: stack[index] for name, stack in params["layers"].items()}
         embed = config.embed_dim
         layer = {
-            "input_layernorm": ours["attn_norm"],
-            "self_attn.q_proj": ours["wq"].reshape(embed, -1).T,
-            "self_attn.k_proj": ours["wk"].reshape(embed, -1).T,
-            "self_attn.v_proj": ours["wv"].reshape(embed, -1).T,
-            "self_attn.o_proj": ours["wo"].reshape(-1, embed).T,
-            "post_attention_layernorm": ours["mlp_norm"],
-            "mlp.gate_proj": ours["w_gate"].T,
-            "mlp.up_proj": ours["w_up"].T,
-            "mlp.down_proj": ours["w_down"].T,
+            "input_layernorm": layer["attn_norm"],
+            "self_attn.q_proj": layer["wq"].reshape(embed, -1).T,
+            "self_attn.k_proj": layer["wk"].reshape(embed, -1).T,
+            "self_attn.v_proj": layer["wv"].reshape(embed, -1).T,
+            "self_attn.o_proj": layer["wo"].reshape(-1, embed).T,
+            "post_attention_layernorm": layer["mlp_norm"],
+            "mlp.gate_proj": layer["w_gate"].T,
+            "mlp.up_proj": layer["w_up"].T,
+            "mlp.down_proj": layer["w_down"].T,
         }
         weights |= {f"model.layers.{index}.{name}.weight": value for name, value in layer.items()}
     state = {name: torch.from_numpy(np.array(value, order="C")) for name, value in weights.items()}
-    theirs.load_state_dict(state, strict=True)
-    return theirs
+    other.load_state_dict(state, strict=True)
+    return other
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -127,21 +129,22 @@ def test_logits_equal_transformers(name):
             np.sqrt(config.embed_dim)
         )  # logits near one, as the others'
     with torch.no_grad():
-        theirs = their_model(config, params)(
+        expected = their_model(config, params)(
             input_ids=torch.from_numpy(TOKENS),
             position_ids=torch.from_numpy(POSITIONS),
-            # Without a mask, transformers would take every gap in the positions for the start of a packed document.
+            # Without a mask, transformers would take every gap in the positions for the start of a
+            # packed document.
             attention_mask=torch.ones(TOKENS.shape, dtype=torch.int64),
             use_cache=False,
         ).logits.numpy()
 
     @jax.jit
-    def ours(params, tokens, positions):
+    def actual(params, tokens, positions):
         llama = build_model(config, params)
         return llama.logits(llama.hidden(tokens, None, positions))
 
-    assert 0.5 < theirs.std() < 2
-    errors = np.abs(np.asarray(ours(params, TOKENS, POSITIONS)) - theirs).max(axis=(1, 2))
+    assert 0.5 < expected.std() < 2
+    errors = np.abs(np.asarray(actual(params, TOKENS, POSITIONS)) - expected).max(axis=(1, 2))
     assert errors[0] < 1e-5
     assert errors[1] < 1e-4
 
@@ -150,7 +153,7 @@ def test_activations_and_attention_weights_equal_transformers():
     """Their hidden states are the inputs of all layers, and the last one after the final norm."""
     params, tokens = random_params(BASE, 0), TOKENS[:, :40]
     with torch.no_grad():
-        theirs = their_model(BASE, params)(
+        expected = their_model(BASE, params)(
             input_ids=torch.from_numpy(tokens),
             use_cache=False,
             output_hidden_states=True,
@@ -162,12 +165,12 @@ def test_activations_and_attention_weights_equal_transformers():
         "final_norm",
     ]
     shares = [f"layers/{number}/attention_weights" for number in range(BASE.num_layers)]
-    found = LanguageModel(BASE, params).capture(tokens, inputs + shares)
+    captured = LanguageModel(BASE, params).capture(tokens, inputs + shares)
     for name, value in zip(
-        inputs + shares, [*theirs.hidden_states, *theirs.attentions], strict=True
+        inputs + shares, [*expected.hidden_states, *expected.attentions], strict=True
     ):
         assert (
-            np.abs(np.asarray(found[name]) - value.numpy()).max()
+            np.abs(np.asarray(captured[name]) - value.numpy()).max()
             < 1e-5 * np.abs(value.numpy()).max()
         ), name
 
@@ -178,11 +181,11 @@ def test_dynamic_logits_equal_transformers_below_and_above_the_context(length):
     config = dataclasses.replace(BASE, max_seq_len=128, rope_scaling=scaling)
     params, tokens = random_params(config, 0), TOKENS[:, :length]
     with torch.no_grad():
-        theirs = their_model(config, params)(
+        expected = their_model(config, params)(
             input_ids=torch.from_numpy(tokens), use_cache=False
         ).logits.numpy()
-    ours = jax.jit(lambda params, tokens: build_model(config, params)(tokens))(params, tokens)
-    assert np.abs(np.asarray(ours) - theirs).max() < 1e-5
+    actual = jax.jit(lambda params, tokens: build_model(config, params)(tokens))(params, tokens)
+    assert np.abs(np.asarray(actual) - expected).max() < 1e-5
 
 
 lengths = st.sampled_from([512, 4096, 8192, 32_768])

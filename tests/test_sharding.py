@@ -112,7 +112,8 @@ def test_sizes_that_do_not_fit_are_refused(report):
         "the mesh data=2 x fsdp=1 x sequence=1 x tensor=3 needs 6 devices, but there are 8",
         "the mesh data=1 x fsdp=16 x sequence=1 x tensor=1 needs 16 devices, but there are 8",
         None,  # two key-value heads serve four devices
-        "the heads axis of layers/wq has size 4, which does not divide 8 ways: the nearest mesh.tensor that does is 4",
+        "the heads axis of layers/wq has size 4, which does not divide 8 ways: "
+        "the nearest mesh.tensor that does is 4",
     ]
 
 

@@ -1,6 +1,7 @@
 """How much code there is: what cannot be read in an afternoon is not the core.
 
-Size is counted in tokens without strings and comments, so a shorter line gains nothing and an empty one costs nothing.
+Size is counted in tokens without strings and comments, so a shorter line gains nothing and an empty
+one costs nothing.
 """
 
 import tokenize
@@ -29,7 +30,7 @@ CORE = [
     "training",
     "generation",
 ]
-ADD_ONS = ["serve", "plan", "verify", "check", "harness", "commands/bench"]
+ADD_ONS = ["serve", "plan", "verify", "check", "evaluation/harness", "commands/bench"]
 LAYOUT = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -65,8 +66,8 @@ RINGS = {
 
 @pytest.mark.parametrize("ring", RINGS)
 def test_the_code_stays_small(ring):
-    files, most = RINGS[ring]
-    assert sum(map(count_tokens, files)) <= most
+    files, max_tokens = RINGS[ring]
+    assert sum(map(count_tokens, files)) <= max_tokens
 
 
 def test_every_room_of_a_ring_is_there():

@@ -1,4 +1,6 @@
-"""The first signal is answered at once and obeyed later, several at once are one, and a later one ends the process."""
+"""The first signal is answered at once and obeyed later, several at once are one, and a later one
+ends the process.
+"""
 
 import contextlib
 import os

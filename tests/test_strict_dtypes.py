@@ -1,5 +1,6 @@
-"""No dtype is promoted silently: model, loss and generation run with ``jax_numpy_dtype_promotion=strict``.
+"""No dtype is promoted silently.
 
+Model, loss and generation run with ``jax_numpy_dtype_promotion=strict``.
 Training's update does not: optax multiplies whole numbers by floats.
 """
 
@@ -67,7 +68,7 @@ def test_a_forward_pass_with_a_cache(dtype, quantize, begins):
     "sampling", [SamplingParams(temperature=0.0), EVERYTHING], ids=["greedy", "everything"]
 )
 def test_generation(sampling, draft_len):
-    """Through every program: chunks that are computed and kept ones, rows that join, a cache that grows, scores."""
+    """Run every program: computed and cached chunks, rows that join, a cache that grows, scores."""
     model = LanguageModel(dataclasses.replace(SMALL, max_seq_len=256), decode_params(SMALL))
     engine = Engine(model, 2, draft_len=draft_len, chunk_tokens=16, prefix_tokens=64)
     top = 0 if draft_len else 3

@@ -34,10 +34,12 @@ def test_the_switch_checks_every_call(switch):
 def test_without_beartype_it_says_what_to_install():
     missing = run("import sys; sys.modules['beartype'] = None; import jllama", "1")
     assert missing.stderr.splitlines()[-1] == (
-        "ImportError: JLLAMA_CHECK_SHAPES=1 checks with beartype, which is missing: pip install beartype"
+        "ImportError: JLLAMA_CHECK_SHAPES=1 checks with beartype, which is missing: "
+        "pip install beartype"
     )
 
 
 def test_the_parts_are_at_hand():
-    code = "import jllama; print(jllama.oracle.__name__, jllama.functional.__name__, jllama.check.__name__)"
+    names = ", ".join(f"jllama.{name}.__name__" for name in ("oracle", "functional", "check"))
+    code = f"import jllama; print({names})"
     assert run(code, "0").stdout.split() == ["jllama.oracle", "jllama.functional", "jllama.check"]

@@ -1,4 +1,6 @@
-"""Run by test_lora.py in a process of its own: how far sharded steps are from the float64 oracle, as JSON on stdout."""
+"""Run by test_lora.py in a process of its own: how far sharded steps are from the float64 oracle,
+as JSON on stdout.
+"""
 
 import json
 

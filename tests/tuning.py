@@ -1,4 +1,6 @@
-"""A small model to tune, conversations packed and apart, compiled steps, and the same losses in float64."""
+"""A small model to tune, conversations packed and apart, compiled steps, and the same losses in
+float64.
+"""
 
 import dataclasses
 import functools
@@ -39,12 +41,12 @@ def digest(tree):
 
 def conversations(seed, count=ROWS):
     """``(tokens, counted)`` of each: one turn or two, of a question and an answer, which counts."""
-    rng, found = np.random.default_rng(seed), []
+    rng, result = np.random.default_rng(seed), []
     for _ in range(count):
         lengths = rng.integers(1, 4, 2 * rng.integers(1, 3))
         counted = np.repeat(np.arange(len(lengths)) % 2 == 1, lengths)
-        found.append((rng.integers(2, CONFIG.vocab_size, len(counted)).astype(np.int32), counted))
-    return found
+        result.append((rng.integers(2, CONFIG.vocab_size, len(counted)).astype(np.int32), counted))
+    return result
 
 
 def rows_of(groups, count=ROWS):
@@ -59,14 +61,14 @@ def rows_of(groups, count=ROWS):
     return Batch(tokens, segments, counted)
 
 
-def apart(found):
+def apart(turns):
     """Each conversation in a row of its own."""
-    return rows_of(([each] for each in found), max(len(found), ROWS))
+    return rows_of(([turn] for turn in turns), max(len(turns), ROWS))
 
 
-def packed(found):
+def packed(turns):
     """Up to three conversations in a row; rows that are left over are padding."""
-    return rows_of([found[:2], found[2:5], found[5:7], found[7:]])
+    return rows_of([turns[:2], turns[2:5], turns[5:7], turns[7:]])
 
 
 @functools.cache
@@ -82,7 +84,9 @@ def compiled(kind, mesh=ONE_DEVICE, **options):
 
 
 def begun(kind, training):
-    """The state before the first step; adapters are as after some, so that each part of them has a gradient."""
+    """The state before the first step; adapters are as after some, so that each part of them has a
+    gradient.
+    """
     state = training.init(jax.random.key(0), jax.tree.map(np.copy, WEIGHTS))
     if kind == "full":
         return state
@@ -91,7 +95,9 @@ def begun(kind, training):
 
 @functools.cache
 def random_adapter(kind):
-    """Factors whose product is a tenth of the matrix, and magnitudes near the lengths of its outputs."""
+    """Factors whose product is a tenth of the matrix, and magnitudes near the lengths of its
+    outputs.
+    """
     lora, rng, layers = KINDS[kind], np.random.default_rng(1), {}
     for name in lora.targets:
         matrix = matrices(name)
@@ -128,22 +134,22 @@ def sums(kind, params):
 
 
 def merged(kind, params, near=None):
-    """The weights that are computed with. DoRA divides by the lengths of outputs, which it takes for constants: those
-    of ``near``, if that is given.
+    """The weights that are computed with. DoRA divides by the lengths of outputs, which it takes
+    for constants: those of ``near``, if that is given.
     """
     if kind == "full":
         return params
     layers, whole = dict(WEIGHTS["layers"]), sums(kind, params)
     if KINDS[kind].dora:
         lengths = {
-            n: np.linalg.norm(each, axis=1) for n, each in sums(kind, near or params).items()
+            n: np.linalg.norm(matrix, axis=1) for n, matrix in sums(kind, near or params).items()
         }
         whole = {
-            n: each * (params["layers"][n]["magnitude"] / lengths[n])[:, None]
-            for n, each in whole.items()
+            n: matrix * (params["layers"][n]["magnitude"] / lengths[n])[:, None]
+            for n, matrix in whole.items()
         }
     return WEIGHTS | {
-        "layers": layers | {n: each.reshape(layers[n].shape) for n, each in whole.items()}
+        "layers": layers | {n: matrix.reshape(layers[n].shape) for n, matrix in whole.items()}
     }
 
 
@@ -160,7 +166,9 @@ def answers_loss(weights, rows):
 
 
 def preference_loss(weights, pairs, beta=0.1):
-    """Rafailov et al. 2023, eq. 7: the mean of ``-log sigmoid(beta * margin)`` over pairs, without padding."""
+    """Rafailov et al. 2023, eq. 7: the mean of ``-log sigmoid(beta * margin)`` over pairs, without
+    padding.
+    """
     ratios = (log_probs(weights, pairs) - pairs.reference)[pairs.counted.any(axis=1)].reshape(-1, 2)
     return np.mean(np.logaddexp(0, -beta * (ratios[:, 0] - ratios[:, 1])))
 
@@ -189,10 +197,11 @@ def first_errors(kind, rows, training, loss=answers_loss):
 
 
 def slope_error(kind, params, gradient, loss, rows):
-    """How far a gradient is from finite differences of a float64 loss, in the worst of some directions.
+    """How far a gradient is from finite differences of a float64 loss, in the worst of some
+    directions.
 
-    Of each array a random direction, relative to what random directions have, the largest coordinate and a random one,
-    relative to the largest.
+    Of each array a random direction, relative to what random directions have, the largest
+    coordinate and a random one, relative to the largest.
     """
     rng, worst = np.random.default_rng(0), 0.0
     leaves, tree = jax.tree.flatten(jax.tree.map(np.float64, params))
@@ -207,13 +216,13 @@ def slope_error(kind, params, gradient, loss, rows):
         )
         return (high - low) / (2 * step)
 
-    for index, found in enumerate(jax.tree.leaves(gradient)):
-        drawn, largest = rng.standard_normal(found.shape), np.abs(found).max()
+    for index, array in enumerate(jax.tree.leaves(gradient)):
+        drawn, largest = rng.standard_normal(array.shape), np.abs(array).max()
         drawn /= np.linalg.norm(drawn)
-        places = np.abs(found).argmax(), rng.integers(found.size)
-        checks = [(np.eye(1, found.size, place).reshape(found.shape), largest) for place in places]
-        checks.append((drawn, np.linalg.norm(found) / np.sqrt(found.size)))
+        places = np.abs(array).argmax(), rng.integers(array.size)
+        checks = [(np.eye(1, array.size, place).reshape(array.shape), largest) for place in places]
+        checks.append((drawn, np.linalg.norm(array) / np.sqrt(array.size)))
         worst = max(
-            [worst, *(abs(slope(index, d) - np.sum(found * d)) / scale for d, scale in checks)]
+            [worst, *(abs(slope(index, d) - np.sum(array * d)) / scale for d, scale in checks)]
         )
     return worst

@@ -1,6 +1,7 @@
-"""Adapters: in PEFT's format and in llama.cpp's, and merged into the base that they were made for.
+"""Adapters: read and written in PEFT's format and in llama.cpp's, and merged into their base.
 
-Sources: peft 0.21's ``LoraConfig`` and ``get_peft_model_state_dict``; llama.cpp's ``convert_lora_to_gguf.py``.
+Sources: peft 0.21's ``LoraConfig`` and ``get_peft_model_state_dict``; llama.cpp's
+``convert_lora_to_gguf.py``.
 """
 
 import dataclasses
@@ -8,7 +9,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors
@@ -31,19 +32,20 @@ from jllama.errors import JllamaError
 from jllama.files import fault_of, read_fields, read_json_object, write_json
 from jllama.parameters import PARAMETERS, NamedFormat, tensor_specs
 
-CONFIG, WEIGHTS, FINGERPRINT = (
-    "adapter_config.json",
-    "adapter_model.safetensors",
-    "jllama.base_fingerprint",
-)
-ALPHA, INVOCATION = "adapter.lora.alpha", "adapter.alora.invocation_tokens"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+FINGERPRINT = "jllama.base_fingerprint"
+ALPHA = "adapter.lora.alpha"
+INVOCATION = "adapter.alora.invocation_tokens"
+# What GGUF files of adapters have.
 _KIND = {
     "general.architecture": ARCHITECTURE,
     "general.type": "adapter",
     "adapter.type": "lora",
-}  # of GGUF files
+}
 
-_PREFIX, _F32 = "base_model.model.model.", np.dtype(np.float32)
+_PREFIX = "base_model.model.model."
+_F32 = np.dtype(np.float32)
 _SUFFIXES = {
     "huggingface": {
         "a": "lora_A.weight",
@@ -52,58 +54,70 @@ _SUFFIXES = {
     },
     "gguf": {"a": "weight.lora_a", "b": "weight.lora_b"},
 }
+# PEFT's key of each field of ``LoraConfig``, and its default.
 _FIELDS = {
     "rank": ("r", 8),
     "alpha": ("lora_alpha", 8.0),
     "rank_stabilized": ("use_rslora", False),
     "dora": ("use_dora", False),
-}  # the key and default of each field of ``LoraConfig``
+}
+# The values, besides False, that are read of a key. Other keys must be False.
 _FIXED = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
 }
-_FREE = """r lora_alpha use_rslora use_dora task_type auto_mapping peft_version base_model_name_or_path revision
-    inference_mode target_modules exclude_modules lora_dropout layers_to_transform layers_pattern megatron_core
-    runtime_config eva_config qalora_group_size ensure_weight_tying"""  # whatever these are, tensors mean the same
+# Keys that may have any value, because the tensors mean the same.
+_FREE = """r lora_alpha use_rslora use_dora task_type auto_mapping peft_version
+    base_model_name_or_path revision inference_mode target_modules exclude_modules lora_dropout
+    layers_to_transform layers_pattern megatron_core runtime_config eva_config qalora_group_size
+    ensure_weight_tying"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """An adapter in no format's terms."""
+    """An adapter, of any format."""
 
     lora: LoraConfig
-    tensors: Mapping[
-        str, np.ndarray
-    ]  # float32: layers/3/wq/a [rank, inputs], /b [outputs, rank], /magnitude [outputs]
+    # float32: layers/3/wq/a [rank, inputs], /b [outputs, rank], /magnitude [outputs]
+    tensors: Mapping[str, np.ndarray]
     config: LlamaConfig  # of the base
     source: Path
-    base: str = ""  # where the base was, if that is known
-    base_fingerprint: str = ""  # empty if it was made elsewhere
+    base: str = ""  # the path or hub id of the base, if known
+    base_fingerprint: str = ""  # empty if another program made the adapter
     step: int | None = None
 
 
-def _adapted(tensor: FileTensor, adapter: Adapter, key: str) -> LazyTensor:
-    """A matrix of a file with its adapter, in float32: ``W + scale b a``, with DoRA each row of its magnitude."""
-    scale, magnitude = np.float32(adapter.lora.scale), adapter.tensors.get(f"{key}/magnitude")
-    a, b = adapter.tensors[f"{key}/a"], adapter.tensors[f"{key}/b"]
+def _adapt(tensor: FileTensor, adapter: Adapter, key: str) -> LazyTensor:
+    """Add its adapter to a matrix of a file: ``W + scale b a`` in float32.
+
+    With DoRA, each row is then scaled to the length in ``magnitude``.
+    """
+    scale = np.float32(adapter.lora.scale)
+    a = adapter.tensors[f"{key}/a"]
+    b = adapter.tensors[f"{key}/b"]
+    magnitude = adapter.tensors.get(f"{key}/magnitude")
 
     def read(rows: slice) -> np.ndarray:
-        whole = tensor[rows].astype(_F32) + scale * (b[rows] @ a)
+        matrix = tensor[rows].astype(_F32) + scale * (b[rows] @ a)
         if magnitude is not None:
-            whole *= (magnitude[rows] / np.linalg.norm(whole, axis=1))[:, None]
-        return whole
+            matrix *= (magnitude[rows] / np.linalg.norm(matrix, axis=1))[:, None]
+        return matrix
 
     return LazyTensor(tensor.shape, _F32, read, getattr(tensor, "rows_at_once", 1))
 
 
 def merged(base: Checkpoint, adapter: Adapter) -> Checkpoint:
-    """The base with an adapter in its matrices, worked out as they are read; JllamaError if it is for another base."""
-    if expected := adapter.base_fingerprint:
-        pairs = zip(
-            base_fingerprint(base).split(":"), expected.split(":"), strict=False
-        )  # one may know less
-        if any(actual != wanted for actual, wanted in pairs):
+    """Merge an adapter into its base; the matrices are computed as they are read.
+
+    Raises:
+        JllamaError: The adapter is for another base, or has NaN or infinity.
+    """
+    if adapter.base_fingerprint:
+        expected = adapter.base_fingerprint.split(":")
+        actual = base_fingerprint(base).split(":")
+        # One of them may lack the second hash: then only the first is compared.
+        if any(one != other for one, other in zip(actual, expected, strict=False)):
             own = adapter.base or "the model that it was trained on"
             raise JllamaError(
                 f"{adapter.source} is an adapter for another base, by its fingerprint: give {own}"
@@ -111,100 +125,118 @@ def merged(base: Checkpoint, adapter: Adapter) -> Checkpoint:
     for key, tensor in adapter.tensors.items():
         if not np.isfinite(tensor).all():
             raise JllamaError(
-                f"{adapter.source} has NaN or infinity in {key}: give another copy, or an earlier one"
+                f"{adapter.source} has NaN or infinity in {key}: "
+                "use another copy, or an earlier one"
             )
     tensors = dict(base.tensors)
-    tensors |= {
-        key: _adapted(tensors[key], adapter, key)
-        for key in tensors
-        if f"{key}/a" in adapter.tensors
-    }
+    for key, tensor in base.tensors.items():
+        if f"{key}/a" in adapter.tensors:
+            tensors[key] = _adapt(tensor, adapter, key)
     return dataclasses.replace(
         base, tensors=tensors, step=adapter.step or base.step, adapter=adapter
     )
 
 
-def _layout(
-    config: LlamaConfig, lora: LoraConfig, file_format: NamedFormat
-) -> dict[str, tuple[str, list[int], int]]:
-    """By its name in a file, a tensor's key in ``Adapter``, its shape, and how many of its rows are turned together."""
+class _Tensor(NamedTuple):
+    """A tensor of an adapter's file."""
+
+    key: str  # in ``Adapter.tensors``
+    shape: list[int]
+    is_interleaved: bool  # its rows are rotary channels in interleaved pairs, here half-split
+
+
+def _layout(config: LlamaConfig, lora: LoraConfig, file_format: NamedFormat) -> dict[str, _Tensor]:
+    """Return the tensors of an adapter's file, by their names in it."""
     layout = {}
-    for spec in (
-        spec for spec in tensor_specs(config) if spec.path.removeprefix("layers/") in lora.targets
-    ):
+    for spec in tensor_specs(config):
+        if spec.path.removeprefix("layers/") not in lora.targets:
+            continue
         outputs, inputs = spec.shape
-        sizes = {"a": [lora.rank, inputs], "b": [outputs, lora.rank]} | (
-            {"magnitude": [outputs]} if lora.dora else {}
-        )
+        shapes = {"a": [lora.rank, inputs], "b": [outputs, lora.rank]}
+        if lora.dora:
+            shapes["magnitude"] = [outputs]
         stem = spec.name(file_format).removesuffix("weight").replace("model.", _PREFIX)
-        for part, size in sizes.items():
-            turned = (
-                config.head_dim
-                if file_format == "gguf" and part == "b" and spec.parameter.rotary
-                else 0
-            )
-            layout[stem + _SUFFIXES[file_format][part]] = f"{spec.key}/{part}", size, turned
+        is_interleaved = file_format == "gguf" and spec.parameter.rotary
+        for part, shape in shapes.items():
+            name = stem + _SUFFIXES[file_format][part]
+            layout[name] = _Tensor(f"{spec.key}/{part}", shape, is_interleaved and part == "b")
     return layout
 
 
 def _read(stored: Mapping[str, FileTensor], file_format: NamedFormat, adapter: Adapter) -> Adapter:
-    """The adapter that a file's tensors make; what is missing, unknown or of another shape raises ``JllamaError``."""
-    whole = _layout(adapter.config, adapter.lora, file_format)
-    targets = dict.fromkeys(whole[name][0].split("/")[2] for name in whole if name in stored)
-    lora = dataclasses.replace(adapter.lora, targets=tuple(targets) or adapter.lora.targets)
+    """Return ``adapter`` with the tensors of a file, and with the targets that they are for.
+
+    Raises:
+        JllamaError: A tensor is missing, unknown or of another shape.
+    """
+    lora = adapter.lora
+    names = _layout(adapter.config, lora, file_format)
+    targets = dict.fromkeys(names[name].key.split("/")[2] for name in names if name in stored)
+    if targets:
+        lora = dataclasses.replace(lora, targets=tuple(targets))
     layout = _layout(adapter.config, lora, file_format)
     shapes = {name: list(tensor.shape) for name, tensor in stored.items()}
-    if problems := differences(shapes, {name: size for name, (_, size, _) in layout.items()}):
+    problems = differences(shapes, {name: entry.shape for name, entry in layout.items()})
+    if problems:
         some = "; ".join(problems.split("; ")[:4])
-        raise JllamaError(
-            f"{adapter.source} does not fit this model: {some}{' and so on' * (some != problems)}"
-        )
+        more = " and so on" if some != problems else ""
+        raise JllamaError(f"{adapter.source} does not fit this model: {some}{more}")
     tensors = {}
-    for name, (key, _, turned) in layout.items():
-        tensor = permuted(stored[name], turned, to_half_split=True) if turned else stored[name]
-        tensors[key] = tensor[0 : tensor.shape[0]].astype(_F32)
+    for name, entry in layout.items():
+        tensor = stored[name]
+        if entry.is_interleaved:
+            tensor = permuted(tensor, adapter.config.head_dim, to_half_split=True)
+        tensors[entry.key] = tensor[0 : tensor.shape[0]].astype(_F32)
     return dataclasses.replace(adapter, lora=lora, tensors=tensors)
 
 
-def _to_write(
+def _named_tensors(
     adapter: Adapter, file_format: NamedFormat, dtype: Any
 ) -> list[tuple[str, FileTensor, Any]]:
-    held, layout = adapter.tensors, _layout(adapter.config, adapter.lora, file_format)
-    return [
-        (name, permuted(held[key], turned, to_half_split=False) if turned else held[key], dtype)
-        for name, (key, _, turned) in layout.items()
-    ]
+    """Return the tensors to write: name, tensor, and ``dtype``."""
+    named = []
+    for name, entry in _layout(adapter.config, adapter.lora, file_format).items():
+        tensor: FileTensor = adapter.tensors[entry.key]
+        if entry.is_interleaved:
+            tensor = permuted(tensor, adapter.config.head_dim, to_half_split=False)
+        named.append((name, tensor, dtype))
+    return named
+
+
+def _fingerprint_entry(adapter: Adapter) -> dict[str, str]:
+    """Return a file's metadata that identifies the base; empty if it is not known."""
+    return {FINGERPRINT: adapter.base_fingerprint} if adapter.base_fingerprint else {}
 
 
 def is_peft(path: Path) -> bool:
-    """Whether this is a folder of PEFT's."""
+    """Return whether a path is a folder of PEFT's."""
     return (path / CONFIG).is_file()
 
 
 def read_peft(path: Path, config: LlamaConfig) -> Adapter:
-    """Read an adapter of a base with this architecture; anything but LoRA, rsLoRA and DoRA raises ``JllamaError``."""
-    source, free = path / CONFIG, _FREE.split()
-    fields = {
-        key: value
-        for key, value in read_json_object(source).items()
-        if value not in (None, [], {}, "")
-    }
-    refused = [
-        key
-        for key, value in fields.items()
-        if key not in free and value not in (False, *_FIXED.get(key, ()))
-    ]
-    if refused or "peft_type" not in fields:
-        asked = f"{refused[0]} {json.dumps(fields[refused[0]])[:80]}" if refused else "no peft_type"
+    """Read an adapter whose base has the architecture ``config``.
+
+    Raises:
+        JllamaError: It is not LoRA, rsLoRA or DoRA, or its tensors do not fit.
+    """
+    source = path / CONFIG
+    fields = read_json_object(source)
+    fields = {key: value for key, value in fields.items() if value not in (None, [], {}, "")}
+    problem = "" if "peft_type" in fields else "no peft_type"
+    for key, value in fields.items():
+        if key not in _FREE.split() and value not in (False, *_FIXED.get(key, ())):
+            problem = f"{key} {json.dumps(value)[:80]}"
+            break
+    if problem:
         raise JllamaError(
-            f"{source} has {asked}; jllama reads LoRA, rsLoRA and DoRA of one rank and alpha"
+            f"{source} has {problem}; jllama reads LoRA, rsLoRA and DoRA of one rank and alpha"
         )
     stored = {}
     for name, tensor in read_safetensors(path / WEIGHTS).items():
-        usual = re.sub(r"\.default(?=\.|$)", "", name).replace(
-            "magnitude_vector.weight", "magnitude_vector"
-        )
-        full = re.sub(r"^(base_model\.model\.)?(model\.)?", _PREFIX, usual)
+        # Some programs leave out the prefix, or leave in the adapter's name, "default".
+        stem = re.sub(r"\.default(?=\.|$)", "", name)
+        stem = stem.replace("magnitude_vector.weight", "magnitude_vector")
+        full = re.sub(r"^(base_model\.model\.)?(model\.)?", _PREFIX, stem)
         if full in stored:
             raise JllamaError(
                 f"{path / WEIGHTS} holds {full} twice, once as {name}: remove one of them"
@@ -220,10 +252,8 @@ def read_peft(path: Path, config: LlamaConfig) -> Adapter:
 
 def write_peft(adapter: Adapter, target: Path, dtype: None, on_progress: OnProgress) -> None:
     """Write a folder that ``peft.PeftModel.from_pretrained`` loads."""
-    metadata = {FINGERPRINT: adapter.base_fingerprint} if adapter.base_fingerprint else {}
-    write_safetensors(
-        target / WEIGHTS, _to_write(adapter, "huggingface", _F32), on_progress, metadata
-    )
+    tensors = _named_tensors(adapter, "huggingface", _F32)
+    write_safetensors(target / WEIGHTS, tensors, on_progress, _fingerprint_entry(adapter))
     modules = [
         PARAMETERS[f"layers/{name}"].huggingface.rpartition(".")[2] for name in adapter.lora.targets
     ]
@@ -236,47 +266,46 @@ def write_peft(adapter: Adapter, target: Path, dtype: None, on_progress: OnProgr
         "bias": "none",
         "inference_mode": True,
     }
-    write_json(
-        target / CONFIG,
-        fields | {key: getattr(adapter.lora, name) for name, (key, _) in _FIELDS.items()},
-    )
+    fields |= {key: getattr(adapter.lora, name) for name, (key, _) in _FIELDS.items()}
+    write_json(target / CONFIG, fields)
 
 
 def read_gguf(path: Path, config: LlamaConfig) -> Adapter:
-    """Read an adapter of a base with this architecture; one that some tokens switch on raises ``JllamaError``."""
+    """Read an adapter whose base has the architecture ``config``.
+
+    Raises:
+        JllamaError: It is not a LoRA of a Llama, or only some tokens switch it on (aLoRA).
+    """
     metadata, stored = read_gguf_file(path)
-    wrong = [
+    problems = [
         f"{key} {metadata.get(key)!r}" for key, value in _KIND.items() if metadata.get(key) != value
     ]
-    if wrong or INVOCATION in metadata:
-        what = (wrong or [INVOCATION])[0]
-        raise JllamaError(f"{path} has {what}, so it is no plain LoRA of a Llama: give one that is")
-    rank = max(
-        [1, *(tensor.shape[0] for name, tensor in stored.items() if name.endswith(".lora_a"))]
-    )
+    if INVOCATION in metadata:
+        problems.append(INVOCATION)
+    if problems:
+        raise JllamaError(
+            f"{path} has {problems[0]}, so it is not a plain LoRA of a Llama: give one that is"
+        )
+    ranks = [tensor.shape[0] for name, tensor in stored.items() if name.endswith(".lora_a")]
+    rank = max(ranks, default=1)
     with fault_of(path, TypeError):
-        lora = LoraConfig(
-            rank, metadata.get(ALPHA) or float(rank)
-        )  # without alpha llama.cpp does not scale
-    return _read(
-        stored,
-        "gguf",
-        Adapter(lora, {}, config, path, base_fingerprint=str(metadata.get(FINGERPRINT, ""))),
-    )
+        # If alpha is missing or 0, llama.cpp does not scale.
+        lora = LoraConfig(rank, metadata.get(ALPHA) or float(rank))
+    fingerprint = str(metadata.get(FINGERPRINT, ""))
+    return _read(stored, "gguf", Adapter(lora, {}, config, path, base_fingerprint=fingerprint))
 
 
 def write_gguf(adapter: Adapter, target: Path, dtype: None, on_progress: OnProgress) -> None:
-    """Write a file that llama.cpp takes as ``--lora``. DoRA, which it does not know, raises ``JllamaError``."""
+    """Write a file that llama.cpp takes as ``--lora``.
+
+    Raises:
+        JllamaError: The adapter is DoRA, which llama.cpp does not know.
+    """
     if adapter.lora.dora:
         raise JllamaError(
-            f"{adapter.source} has DoRA, which GGUF cannot carry: merge it (gguf), or take peft"
+            f"{adapter.source} has DoRA, which GGUF cannot carry: merge it (gguf), or choose peft"
         )
     alpha = shortest(adapter.lora.scale * adapter.lora.rank)  # llama.cpp divides it by the rank
-    metadata = (
-        _KIND
-        | {ALPHA: alpha}
-        | ({FINGERPRINT: adapter.base_fingerprint} if adapter.base_fingerprint else {})
-    )
-    write_gguf_file(
-        target, metadata, _to_write(adapter, "gguf", GGMLQuantizationType.F32), on_progress
-    )
+    metadata = {**_KIND, ALPHA: alpha, **_fingerprint_entry(adapter)}
+    tensors = _named_tensors(adapter, "gguf", GGMLQuantizationType.F32)
+    write_gguf_file(target, metadata, tensors, on_progress)

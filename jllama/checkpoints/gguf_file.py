@@ -1,14 +1,14 @@
-"""GGUF files: keys with typed values, then each tensor's name, sizes, type and offset, then the tensors, aligned.
+"""GGUF files: keys with typed values; each tensor's name, sizes, type and offset; and the data.
 
-The header is parsed and written here, every number checked against the file's size before it is believed; the ``gguf``
-package knows the quantized types. Source: ggml's ``docs/gguf.md``.
+The header is parsed and written here, and every number is checked against the file's size before it
+is used. The ``gguf`` package knows the quantized types. Source: ggml's ``docs/gguf.md``.
 """
 
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,24 +19,32 @@ from jllama.checkpoints.tensors import FileTensor, LazyTensor, OnProgress, block
 from jllama.errors import JllamaError
 from jllama.files import fault_of
 
-MAGIC, _VERSION, _ALIGNMENT = b"GGUF", 3, 32
-_MAX_DIMS, _MAX_ARRAY = 4, 1 << 24
+MAGIC = b"GGUF"
+_VERSION = 3
+_ALIGNMENT = 32
+_MAX_DIMS = 4
+_MAX_ARRAY = 1 << 24
 OURS = "jllama.rope_scaling."
-"""Keys that only jllama writes and reads: the fields of the scaling, which llama.cpp has folded into other numbers."""
+"""Prefix of keys that only jllama writes and reads: the fields of the RoPE scaling.
+
+For llama.cpp, other keys and ``ROPE_FREQS`` are computed from them.
+"""
 
 _FLOATS = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16, "F64": np.float64}
 PLAIN = {GGMLQuantizationType[name]: np.dtype(type_) for name, type_ in _FLOATS.items()}
 _NUMBERS = GGUFReader.gguf_scalar_to_np  # the NumPy type of each numeric value type
 
-_TensorInfo = tuple[
-    GGMLQuantizationType, tuple[int, ...], int
-]  # type, shape, offset from where the tensors begin
+
+class _TensorInfo(NamedTuple):
+    type_: GGMLQuantizationType
+    shape: tuple[int, ...]
+    offset: int  # from the start of the data
 
 
-def _quantized(
+def _dequantize_lazily(
     stored: np.ndarray, type_: GGMLQuantizationType, shape: tuple[int, ...]
 ) -> LazyTensor:
-    """A tensor whose rows are stored as blocks of a GGML type, none across two. Reading dequantizes to float32."""
+    """Return a float32 tensor of rows stored as blocks of a GGML type; no block spans two rows."""
 
     def read(rows: slice) -> np.ndarray:
         return dequantize(np.ascontiguousarray(stored[rows]), type_).reshape(-1, *shape[1:])
@@ -49,54 +57,70 @@ def _quantized(
 def read_gguf_file(path: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
     """Read the metadata and map the tensors of a GGUF file, versions 2 and 3, little-endian.
 
-    A float32 of the metadata is the shortest decimal that rounds to it: 1e-05, not 9.999999747378752e-06. In arrays of
-    strings, bytes that are not UTF-8 become lone surrogates (``surrogateescape``). Tensors are ``[outputs, inputs]``;
-    beside quantized ones, 16-bit ones too are read as float32. A file that is truncated or makes no sense, or a tensor
-    that cannot be dequantized, raises JllamaError.
+    A float32 of the metadata becomes the shortest decimal that rounds to it: 1e-05, not
+    9.999999747378752e-06. In arrays of strings, bytes that are not UTF-8 become lone surrogates
+    (``surrogateescape``). Tensors are ``[outputs, inputs]``. If any tensor is quantized, 16-bit
+    ones are read as float32, too.
+
+    Raises:
+        JllamaError: The file is truncated or makes no sense, or a tensor cannot be dequantized.
     """
-    if not path.is_file() or (size := path.stat().st_size) < 24:
+    size = path.stat().st_size if path.is_file() else 0
+    if size < 24:
         raise JllamaError(
             f"there is no GGUF file at {path}, or it is truncated to less than a header"
         )
+    # The header.
     data = np.memmap(path, np.uint8, "r")
     header = _Header(path, data.data)
     if header.take(4) != MAGIC:
         raise JllamaError(f"{path} is not a GGUF file: it does not begin with {MAGIC.decode()}")
-    if (version := header.number("I")) not in (2, 3):
-        what = "a big-endian GGUF file" if not version & 0xFFFF else f"GGUF version {version}"
+    version = header.number("I")
+    if version not in (2, 3):
+        kind = f"GGUF version {version}" if version & 0xFFFF else "a big-endian GGUF file"
         raise JllamaError(
-            f"{path} is {what}; versions 2 and 3, little-endian, can be read: convert it again"
+            f"{path} is {kind}; versions 2 and 3, little-endian, can be read: convert it again"
         )
-    num_tensors, num_keys = header.number("Q"), header.number("Q")
-    metadata = header.named("key", num_keys, header.value)
-    infos: dict[str, _TensorInfo] = header.named("tensor", num_tensors, header.tensor_info)
+    num_tensors = header.number("Q")
+    num_keys = header.number("Q")
+    metadata = header.entries("key", num_keys, header.value)
+    infos = header.entries("tensor", num_tensors, header.tensor_info)
     alignment = metadata.get("general.alignment", _ALIGNMENT)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
         raise JllamaError(f"{path} has general.alignment {alignment!r}; it must be a power of two")
+
+    # The tensors, in the order of their offsets: they must fill the rest of the file without gaps.
     first = GGUFWriter.ggml_pad(header.offset, alignment)
-    is_quantized = any(type_ not in PLAIN for type_, _, _ in infos.values())
-    tensors: dict[str, FileTensor] = {}
-    next_offset, previous = 0, "the header"
-    for name, (type_, shape, offset) in sorted(infos.items(), key=lambda item: item[1][2]):
-        stop = first + offset + _num_bytes(shape, type_)
+    is_quantized = any(info.type_ not in PLAIN for info in infos.values())
+    tensors = {}
+    next_offset = 0
+    previous = "the header"
+    for name, info in sorted(infos.items(), key=lambda item: item[1].offset):
+        stop = first + info.offset + _num_bytes(info.shape, info.type_)
         if stop > size:
             raise JllamaError(
-                f"{path} is truncated: the tensor {name} ends at byte {stop} of {size}: fetch it again"
+                f"{path} is truncated: the tensor {name} ends "
+                f"at byte {stop} of {size}: fetch it again"
             )
-        if offset != next_offset:
-            where = f"at offset {offset}, expected {next_offset}, right after {previous}"
+        if info.offset != next_offset:
             raise JllamaError(
-                f"{path} has the tensor {name} {where}: one has a wrong type or size, fetch it again"
+                f"{path} has the tensor {name} at offset {info.offset}, expected {next_offset}, "
+                f"right after {previous}: one has a wrong type or size, fetch it again"
             )
-        stored = data[first + offset : stop]
-        if type_ in PLAIN and not (is_quantized and PLAIN[type_].itemsize == 2):
-            tensors[name] = stored.view(PLAIN[type_]).reshape(shape)
+        stored = data[first + info.offset : stop]
+        dtype = PLAIN.get(info.type_)
+        if dtype is None or (is_quantized and dtype.itemsize == 2):
+            rows = stored.reshape(info.shape[0], -1)
+            tensors[name] = _dequantize_lazily(rows, info.type_, info.shape)
         else:
-            tensors[name] = _quantized(stored.reshape(shape[0], -1), type_, shape)
-        next_offset, previous = GGUFWriter.ggml_pad(stop - first, alignment), name
-    if (excess := size - first - next_offset) > 0:
+            tensors[name] = stored.view(dtype).reshape(info.shape)
+        next_offset = GGUFWriter.ggml_pad(stop - first, alignment)
+        previous = name
+    excess = size - first - next_offset
+    if excess > 0:
         raise JllamaError(
-            f"{path} has {excess} bytes after {previous}, so its type or size is wrong: fetch it again"
+            f"{path} has {excess} bytes after {previous}, "
+            "so its type or size is wrong: fetch it again"
         )
     return metadata, tensors
 
@@ -106,99 +130,108 @@ def _num_bytes(shape: tuple[int, ...], type_: GGMLQuantizationType) -> int:
 
 
 class _Header:
-    """A position in a file's header, from which one value after another is read, never past the file's end."""
+    """A position in a file's header, from which values are read, never past the file's end."""
 
     def __init__(self, path: Path, data: memoryview) -> None:
-        self.path, self.data, self.offset = path, data, 0
+        self.path = path
+        self.data = data
+        self.offset = 0
 
     def take(self, num_bytes: int) -> memoryview:
-        start, self.offset = self.offset, self.offset + num_bytes
-        if self.offset > (size := len(self.data)):
+        """Return the next bytes and move past them."""
+        start = self.offset
+        self.offset += num_bytes
+        if self.offset > len(self.data):
             raise JllamaError(
-                f"{self.path} is truncated: it has {size} bytes but its header goes to {self.offset}"
+                f"{self.path} is truncated: it has {len(self.data)} "
+                f"bytes but its header goes to {self.offset}"
             )
         return self.data[start : self.offset]
 
     def number(self, code: str) -> Any:
+        """Read a number of a type of ``struct``."""
         return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
 
     def text(self, errors: str = "strict") -> str:
+        """Read a string after its length."""
         data = self.take(self.number("Q"))
         try:
             return str(data, "utf-8", errors)
         except UnicodeDecodeError as error:
-            start = self.offset - len(data)
             raise JllamaError(
-                f"{self.path} has a string at byte {start} that is not UTF-8: {error}"
+                f"{self.path} has a string at byte "
+                f"{self.offset - len(data)} that is not UTF-8: {error}"
             ) from error
 
-    def named(self, what: str, count: int, read: Callable[[str], Any]) -> dict[str, Any]:
+    def entries(self, kind: str, count: int, read: Callable[[str], Any]) -> dict[str, Any]:
+        """Read ``count`` names, each followed by what ``read`` reads."""
         entries = {}
         for _ in range(count):
-            if (name := self.text()) in entries:
-                raise JllamaError(f"{self.path} has the {what} {name} twice")
+            name = self.text()
+            if name in entries:
+                raise JllamaError(f"{self.path} has the {kind} {name} twice")
             entries[name] = read(name)
         return entries
 
     def value(self, key: str) -> Any:
-        type_, count, errors = self._type(GGUFValueType, f"key {key}"), 1, "strict"
-        if is_array := type_ == GGUFValueType.ARRAY:
-            type_, count, errors = (
-                self._type(GGUFValueType, f"key {key}"),
-                self.number("Q"),
-                "surrogateescape",
-            )
+        """Read a value after its type."""
+        type_ = self._type(GGUFValueType, f"key {key}")
+        if type_ == GGUFValueType.ARRAY:
+            type_ = self._type(GGUFValueType, f"key {key}")
+            count = self.number("Q")
             if type_ == GGUFValueType.ARRAY or count > _MAX_ARRAY:
-                what = f"at most {_MAX_ARRAY} are read, and no arrays within an array"
                 raise JllamaError(
-                    f"{self.path} claims {count} elements of type {type_.name} for {key}; {what}"
+                    f"{self.path} claims {count} elements of type {type_.name} for {key}; "
+                    f"at most {_MAX_ARRAY} are read, and no arrays within an array"
                 )
-        if type_ == GGUFValueType.STRING:
-            values: list[Any] = [self.text(errors) for _ in range(count)]
-        else:
-            dtype = np.dtype(_NUMBERS[type_])
-            values = np.frombuffer(self.take(count * dtype.itemsize), dtype).tolist()
-        if is_array:
-            return values
-        return shortest(values[0]) if type_ == GGUFValueType.FLOAT32 else values[0]
+            return self._values(type_, count, "surrogateescape")
+        (value,) = self._values(type_, 1, "strict")
+        return shortest(value) if type_ == GGUFValueType.FLOAT32 else value
 
-    def _type(self, types: Any, of: str) -> Any:
+    def _values(self, type_: GGUFValueType, count: int, errors: str) -> list[Any]:
+        if type_ == GGUFValueType.STRING:
+            return [self.text(errors) for _ in range(count)]
+        dtype = np.dtype(_NUMBERS[type_])
+        return np.frombuffer(self.take(count * dtype.itemsize), dtype).tolist()
+
+    def _type(self, types: Any, owner: str) -> Any:
         number = self.number("I")
-        with fault_of(f"{self.path} has the {of} of the unknown type {number}", ValueError):
+        with fault_of(f"{self.path} has the {owner} of the unknown type {number}", ValueError):
             return types(number)
 
     def tensor_info(self, name: str) -> _TensorInfo:
+        """Read the shape, type and offset of a tensor; ``JllamaError`` if it cannot be read."""
         num_dims = self.number("I")
         if not 1 <= num_dims <= _MAX_DIMS:
             raise JllamaError(
                 f"{self.path} has the tensor {name} with {num_dims} axes; GGUF has 1 to {_MAX_DIMS}"
             )
         shape = tuple(self.number("Q") for _ in range(num_dims))[::-1]
-        type_, offset = self._type(GGMLQuantizationType, f"tensor {name}"), self.number("Q")
+        type_ = self._type(GGMLQuantizationType, f"tensor {name}")
+        offset = self.number("Q")
         block, block_bytes = GGML_QUANT_SIZES[type_]
         tensor = f"{self.path} has the tensor {name} of shape {list(shape)} and type {type_.name}"
         if 0 in shape or shape[-1] % block or (block > 1 and num_dims == 1):
             raise JllamaError(
-                f"{tensor}; only matrices may be quantized, and no row be empty or end inside a block"
+                f"{tensor}; only matrices may be quantized, "
+                "and no row may be empty or end inside a block"
             )
-        with fault_of(
-            f"{tensor}, which cannot be read: convert the model again, to another type",
-            NotImplementedError,
-        ):
-            if type_ not in PLAIN:  # only trying shows whether the package can
+        advice = f"{tensor}, which cannot be read: convert the model again, to another type"
+        with fault_of(advice, NotImplementedError):
+            if type_ not in PLAIN:  # whether the package can dequantize it shows only when it tries
                 dequantize(np.zeros((1, block_bytes), np.uint8), type_)
-        return type_, shape, offset
+        return _TensorInfo(type_, shape, offset)
 
 
 def shortest(value: float) -> float:
-    """The float64 with the shortest decimal of those that are ``value`` in float32."""
+    """Return the float64 with the shortest decimal that rounds to the same float32 as ``value``."""
     with np.errstate(over="ignore"):
         return float(str(np.float32(value)))
 
 
 TypedTensor = tuple[
     str, FileTensor, GGMLQuantizationType
-]  # to write: a tensor under its name, in its type
+]  # to write: name, tensor, type in the file
 
 
 def write_gguf_file(
@@ -206,15 +239,18 @@ def write_gguf_file(
 ) -> None:
     """Write a GGUF file of version 3, a block of rows at a time.
 
-    Whole numbers take 32 bits, others are float32, or float64 under keys of ``OURS``; one that these cannot hold
-    raises JllamaError before anything is written.
+    Integers have 32 bits, other numbers are float32, or float64 under keys of ``OURS``.
+
+    Raises:
+        JllamaError: These types cannot hold a number; nothing is written.
     """
     parts = [MAGIC, struct.pack("<IQQ", _VERSION, len(tensors), len(metadata))]
-    parts += [_text(key) + _value(key, value) for key, value in metadata.items()]
+    parts += [_encode_text(key) + _encode_value(key, value) for key, value in metadata.items()]
     offset = 0
     for name, tensor, type_ in tensors:
         dims = tensor.shape[::-1]
-        parts += [_text(name), struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, type_, offset)]
+        info = struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, type_, offset)
+        parts.append(_encode_text(name) + info)
         offset += GGUFWriter.ggml_pad(_num_bytes(tensor.shape, type_), _ALIGNMENT)
     header = b"".join(parts)
     with path.open("wb") as file:
@@ -227,28 +263,34 @@ def write_gguf_file(
             file.write(bytes(-_num_bytes(tensor.shape, type_) % _ALIGNMENT))
 
 
-def _text(text: str) -> bytes:
+def _encode_text(text: str) -> bytes:
     data = text.encode("utf-8", "surrogateescape")
     return struct.pack("<Q", len(data)) + data
 
 
-def _value(key: str, value: Any) -> bytes:
-    """A value after its type, that of an empty list being strings."""
+def _encode_value(key: str, value: Any) -> bytes:
+    """Encode a value after its type; an empty list is one of strings."""
     is_array = isinstance(value, list)
     values: list[Any] = value if is_array else [value]
-    types: dict[type, GGUFValueType] = {str: GGUFValueType.STRING, bool: GGUFValueType.BOOL}
-    types[float] = GGUFValueType.FLOAT64 if key.startswith(OURS) else GGUFValueType.FLOAT32
-    types[object] = GGUFValueType.INT32 if is_array else GGUFValueType.UINT32
-    type_ = next(types[kind] for kind in types if isinstance(values[0] if values else "", kind))
+    first = values[0] if values else ""
+    if isinstance(first, str):
+        type_ = GGUFValueType.STRING
+    elif isinstance(first, bool):
+        type_ = GGUFValueType.BOOL
+    elif isinstance(first, float):
+        type_ = GGUFValueType.FLOAT64 if key.startswith(OURS) else GGUFValueType.FLOAT32
+    else:
+        type_ = GGUFValueType.INT32 if is_array else GGUFValueType.UINT32
     is_inexact = type_ == GGUFValueType.FLOAT32 and not is_array and shortest(value) != value
     if is_inexact or (type_ == GGUFValueType.UINT32 and not 0 <= values[0] < 1 << 32):
         raise JllamaError(
-            f"GGUF stores {key} as {type_.name}, which cannot hold {value!r}: convert to hf or orbax"
+            f"GGUF stores {key} as {type_.name}, which "
+            f"cannot hold {value!r}: convert to hf or orbax"
         )
-    data = (
-        np.array(values, _NUMBERS[type_]).tobytes()
-        if type_ in _NUMBERS
-        else b"".join(map(_text, values))
-    )
-    head = (GGUFValueType.ARRAY, type_, len(values)) if is_array else (type_,)
-    return struct.pack("<IIQ" if is_array else "<I", *head) + data
+    if type_ in _NUMBERS:
+        data = np.array(values, _NUMBERS[type_]).tobytes()
+    else:
+        data = b"".join(map(_encode_text, values))
+    if is_array:
+        return struct.pack("<IIQ", GGUFValueType.ARRAY, type_, len(values)) + data
+    return struct.pack("<I", type_) + data

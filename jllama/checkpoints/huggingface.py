@@ -1,7 +1,10 @@
-"""Hugging Face folders: ``config.json``, safetensors in one file or in shards with an index, tokenizer, chat template.
+"""Hugging Face folders: ``config.json``, safetensors, tokenizer and chat template.
 
-Source: transformers 5.23, ``LlamaConfig`` and ``modeling_rope_utils``, whose reading of every field is followed here;
-and 4, which spells RoPE ``rope_theta`` and ``rope_scaling`` where 5 has ``rope_parameters``.
+The weights are one file, or shards with an index.
+
+Source: transformers 5.23, ``LlamaConfig`` and ``modeling_rope_utils``; every field is read as
+there. Version 4 is read, too: it has ``rope_theta`` and ``rope_scaling`` where 5 has
+``rope_parameters``.
 """
 
 import contextlib
@@ -9,7 +12,6 @@ import dataclasses
 import functools
 import json
 import math
-import operator
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,36 +21,31 @@ import huggingface_hub
 import jax.numpy as jnp
 import numpy as np
 
+from jllama.checkpoints.chat_files import parse_stop_ids, read_text_files, write_chat_files
 from jllama.checkpoints.safetensors_file import DTYPES, read_safetensors, write_safetensors
 from jllama.checkpoints.tensors import (
     Checkpoint,
-    NamedTensor,
     OnProgress,
     differences,
-    matched,
-    same_bits,
+    have_same_bits,
+    match_tensors,
 )
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
 from jllama.files import Json, fault_of, has_file, read_fields, read_json_object, write_json
 from jllama.parameters import PARAMETERS, tensor_specs
 from jllama.rope_scaling import ROPE_SCALINGS, RopeScaling
-from jllama.tokenizers import Tokenizer, has_tokenizer, load_tokenizer, save_huggingface
+from jllama.tokenizers import save_huggingface
 
-CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer_config.json",
-)
-WEIGHTS, INDEX, CHAT_TEMPLATE = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "chat_template.jinja",
-)
+CONFIG = "config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MAX_SHARD_BYTES = 5_000_000_000  # of tensors; a larger tensor has a shard of its own
 
-MAX_SHARD_BYTES = 5_000_000_000  # of tensors; a larger one has a shard of its own
-
-_FIELDS: dict[str, tuple[str, Any]] = {
+# The key and default of each field of ``LlamaConfig``; 0 is computed from other fields or the
+# weights.
+_FIELDS = {
     "vocab_size": ("vocab_size", 0),
     "num_layers": ("num_hidden_layers", 32),
     "embed_dim": ("hidden_size", 4096),
@@ -60,57 +57,58 @@ _FIELDS: dict[str, tuple[str, Any]] = {
     "norm_eps": ("rms_norm_eps", 1e-6),
     "rope_theta": ("rope_theta", 10_000.0),
     "tie_embeddings": ("tie_word_embeddings", False),
-}  # the key and default of each field of ``LlamaConfig``; 0 is worked out from the others or the weights
+}
 
+# The values of other fields in a Llama.
 _LLAMA = {
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
     "use_sliding_window": False,
+    "num_local_experts": False,
+    "num_experts": False,
+    "quantization_config": False,
 }
-_LLAMA |= dict.fromkeys(
-    ("num_local_experts", "num_experts", "quantization_config"), False
-)  # as a Llama has them
 _ROPE_COMMON = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 
 
 def recognizes(path: Path) -> bool:
-    """Tell whether a folder has a ``config.json`` that names a model, or safetensors."""
+    """Return whether a folder has a ``config.json`` that names a model, or safetensors."""
     with contextlib.suppress(OSError, JllamaError):
-        names = {"model_type", "architectures"}
-        return any(path.glob("*.safetensors")) or not names.isdisjoint(
-            read_json_object(path / CONFIG)
-        )
+        if any(path.glob("*.safetensors")):
+            return True
+        fields = read_json_object(path / CONFIG)
+        return "model_type" in fields or "architectures" in fields
     return False
 
 
 def config_from_huggingface(fields: Mapping[str, Any], source: Path) -> LlamaConfig:
-    """Read the architecture in a ``config.json``, in transformers 4's spelling or 5's; missing fields have defaults.
+    """Return the architecture in the fields of a ``config.json`` of transformers 4 or 5.
 
-    ``vocab_size`` is 0 if the file leaves it to the weights: absent, null or -1. A wrong field, or one that asks for
-    something that a Llama of jllama's does not have, raises JllamaError.
+    Missing fields have defaults. ``vocab_size`` is 0 if the file leaves it to the weights: absent,
+    null or -1.
+
+    Raises:
+        JllamaError: A field is wrong, or requests something that a Llama of jllama does not have.
     """
-    fields = {
-        key: value
-        for key, value in fields.items()
-        if value is not None and (key, value) != ("vocab_size", -1)
-    }
+    fields = {key: value for key, value in fields.items() if value is not None}
+    if fields.get("vocab_size") == -1:
+        del fields["vocab_size"]
     _refuse_other_models(fields, source)
-    rope = _rope(fields, source)
+    rope = _rope_fields(fields, source)
     values = read_fields(fields | rope, _FIELDS, source)
     with fault_of(source):
-        return LlamaConfig(
-            **values, rope_scaling=_rope_scaling(rope, values["max_seq_len"], source)
-        )
+        scaling = _rope_scaling(rope, values["max_seq_len"], source)
+        return LlamaConfig(**values, rope_scaling=scaling)
 
 
-def _refuse_other_models(fields: Mapping[str, Any], source: Path) -> None:
-    model_type = fields.get(
-        "model_type", "llama" if fields.get("architectures") == ["LlamaForCausalLM"] else None
-    )
+def _refuse_other_models(fields: dict[str, Any], source: Path) -> None:
+    """Raise ``JllamaError`` unless the fields are those of a Llama."""
+    is_llama = fields.get("architectures") == ["LlamaForCausalLM"]
+    model_type = fields.get("model_type", "llama" if is_llama else None)
     if model_type != "llama":
         raise JllamaError(
-            f"{source} has model_type {model_type!r}; jllama reads models of type 'llama' alone"
+            f"{source} has model_type {model_type!r}; jllama reads only models of type 'llama'"
         )
     refused = {
         key: fields[key] for key, value in _LLAMA.items() if (fields.get(key) or value) != value
@@ -122,82 +120,96 @@ def _refuse_other_models(fields: Mapping[str, Any], source: Path) -> None:
         refused["layer_types"] = layer_types
     if refused:
         options = ", ".join(f"{key} {json.dumps(value)[:80]}" for key, value in refused.items())
-        raise JllamaError(f"{source} asks for what jllama's Llama does not have: {options}")
+        raise JllamaError(f"{source} has options that jllama's Llama does not have: {options}")
 
 
-def _rope(fields: Mapping[str, Any], source: Path) -> Json:
-    """All that is said of RoPE. A file may say it in both spellings, for readers old and new, if they agree."""
+def _rope_fields(fields: Mapping[str, Any], source: Path) -> Json:
+    """Return all fields of RoPE.
+
+    A file may have them in both spellings, for old and new readers, if they agree.
+    """
     readings = [{key: fields[key] for key in _ROPE_COMMON if key in fields}]
-    for spelling in [key for key in ("rope_scaling", "rope_parameters") if fields.get(key)]:
-        if not isinstance(fields[spelling], dict):
-            raise JllamaError(
-                f"{source} has {spelling} {fields[spelling]!r}; it must be an object or null"
-            )
-        reading = {key: value for key, value in fields[spelling].items() if value is not None}
+    for spelling in ("rope_scaling", "rope_parameters"):
+        value = fields.get(spelling)
+        if not value:
+            continue
+        if not isinstance(value, dict):
+            raise JllamaError(f"{source} has {spelling} {value!r}; it must be an object or null")
+        reading = {key: field for key, field in value.items() if field is not None}
         readings.append({"rope_type": reading.pop("type", "default")} | reading)
-    rope = functools.reduce(operator.or_, readings, {"rope_type": "default"})
-    for key, value in [item for reading in readings for item in reading.items()]:
-        if rope[key] is not value and rope[key] != value:
-            raise JllamaError(
-                f"{source} has {key} {value!r}, but {rope[key]!r} in another place: remove one"
-            )
+    rope: Json = {"rope_type": "default"}
+    for reading in readings:
+        rope |= reading
+    for reading in readings:
+        for key, value in reading.items():
+            if rope[key] is not value and rope[key] != value:
+                raise JllamaError(
+                    f"{source} has {key} {value!r}, but {rope[key]!r} in another place: remove one"
+                )
     return rope
 
 
 def _rope_scaling(rope: Mapping[str, Any], max_seq_len: int, source: Path) -> RopeScaling | None:
-    kind = ROPE_SCALINGS.get(str(rope["rope_type"]), RopeScaling)
+    """Return the scaling that the fields of RoPE describe."""
+    name = rope["rope_type"]
+    kind = ROPE_SCALINGS.get(str(name), RopeScaling)
     fixed = {"partial_rotary_factor": (1,)} | kind.huggingface_fixed
     for key, values in fixed.items():
         if rope.get(key, values[0]) not in values:
             raise JllamaError(
-                f"{source} has RoPE with {key} other than {json.dumps(values[0])}, as jllama has it"
+                f"{source} has RoPE with {key} {json.dumps(rope[key])[:100]}; "
+                f"jllama has only {json.dumps(values[0])}"
             )
     keys = [key for key in rope if key not in ("rope_type", *_ROPE_COMMON, *fixed)]
     numbers = read_fields(rope, {key: (key, 1.0) for key in keys}, source)
-    if rope["rope_type"] == "default" and not numbers:
+    if name == "default" and not numbers:
         return None
-    original = read_fields(
-        rope, {"original_max_seq_len": ("original_max_position_embeddings", max_seq_len)}, source
-    )
-    if kind.grows and original["original_max_seq_len"] != max_seq_len:
-        lengths = (
-            f"another original_max_position_embeddings than max_position_embeddings ({max_seq_len})"
-        )
+    table = {"length": ("original_max_position_embeddings", max_seq_len)}
+    length = read_fields(rope, table, source)["length"]
+    if kind.grows and length != max_seq_len:
         raise JllamaError(
-            f"{source} has {lengths}, of which transformers' {kind.type} RoPE knows only the latter"
+            f"{source} has original_max_position_embeddings {length} and "
+            f"max_position_embeddings {max_seq_len}, but transformers' "
+            f"{kind.type} RoPE reads only the second: make them equal"
         )
     if hasattr(kind, "original_max_seq_len"):
-        numbers |= original
+        numbers["original_max_seq_len"] = length
     with fault_of(source):
-        return RopeScaling.from_fields({"type": rope["rope_type"]} | numbers)
+        return RopeScaling.from_fields({"type": name} | numbers)
 
 
 def config_to_huggingface(config: LlamaConfig, dtype: str) -> Json:
-    """A ``config.json`` that transformers 4 and 5 both read as this architecture in ``dtype``, or a JllamaError."""
+    """Return a ``config.json`` that transformers 4 and 5 read as this architecture in ``dtype``.
+
+    Raises:
+        JllamaError: transformers has no such Llama.
+    """
     if config.embed_dim % config.num_heads:
-        sizes = (
-            f"embed_dim ({config.embed_dim}) is not a multiple of num_heads ({config.num_heads})"
-        )
-        raise JllamaError(f"transformers loads no Llama whose {sizes}: save it in another format")
-    scaling = config.rope_scaling
-    rope = scaling.to_huggingface() if scaling else {"rope_type": "default"}
-    length = getattr(scaling, "original_max_seq_len", None)
-    if scaling and length and not scaling.grows:
-        rope["original_max_position_embeddings"] = length
-    elif scaling and length != config.max_seq_len and scaling.grows:
-        lengths = f"original_max_seq_len ({length}) must be max_seq_len ({config.max_seq_len})"
         raise JllamaError(
-            f"in transformers' {scaling.type} RoPE {lengths}: save it in another format"
+            f"transformers loads no Llama whose embed_dim ({config.embed_dim}) is not "
+            f"a multiple of num_heads ({config.num_heads}): save it in another format"
         )
-    values = {
-        theirs: type(default)(getattr(config, ours)) for ours, (theirs, default) in _FIELDS.items()
-    }
+    scaling = config.rope_scaling
+    rope: Json = {"rope_type": "default"}
+    if scaling:
+        rope = scaling.to_huggingface()
+        length = getattr(scaling, "original_max_seq_len", None)
+        if scaling.grows and length != config.max_seq_len:
+            raise JllamaError(
+                f"in transformers' {scaling.type} RoPE original_max_seq_len ({length}) "
+                f"must be max_seq_len ({config.max_seq_len}): save it in another format"
+            )
+        if length and not scaling.grows:
+            rope["original_max_position_embeddings"] = length
+    values = {key: type(default)(getattr(config, name)) for name, (key, default) in _FIELDS.items()}
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "dtype": dtype,
         "torch_dtype": dtype,
-        **{key: _LLAMA[key] for key in ("hidden_act", "attention_bias", "mlp_bias")},
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
         **values,
         "rope_scaling": rope if scaling else None,
         "rope_parameters": rope | {"rope_theta": values["rope_theta"]},
@@ -205,88 +217,64 @@ def config_to_huggingface(config: LlamaConfig, dtype: str) -> Json:
 
 
 def read(path: Path) -> Checkpoint:
-    """Open a Hugging Face folder; of the weights only the embedding is read, if there is a tied head to compare."""
+    """Open a Hugging Face folder.
+
+    Of the weights, only the embedding is read, if there is a tied head to compare it with.
+    """
     source = path / CONFIG
-    if (path / "adapter_config.json").is_file() and not source.is_file():
-        raise JllamaError(
-            f"{path} is an adapter: give its base as the checkpoint, and it with --adapter"
-        )
     if not source.is_file():
+        if (path / "adapter_config.json").is_file():
+            raise JllamaError(
+                f"{path} is an adapter: give its base as the "
+                "checkpoint, and the adapter with --adapter"
+            )
         raise JllamaError(
-            f"{path} has no {CONFIG}: copy it there, the weights alone do not say what model they are"
+            f"{path} has no {CONFIG}: copy it there, "
+            "the weights alone do not say what model they are"
         )
     fields = read_json_object(source)
     config = config_from_huggingface(fields, source)
-    computed = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # not learned
-    weights = {
-        name: tensor for name, tensor in _weights(path).items() if not computed.fullmatch(name)
-    }
-    embed, head = (PARAMETERS[key].name("huggingface") for key in ("embed", "lm_head"))
+    weights = _read_weights(path)
+    for name in list(weights):
+        if re.fullmatch(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", name):
+            del weights[name]  # computed, not learned
+    embed = PARAMETERS["embed"].name("huggingface")
+    head = PARAMETERS["lm_head"].name("huggingface")
     if not config.vocab_size and embed in weights:
-        config = dataclasses.replace(
-            config, vocab_size=max([1, *weights[embed].shape[:1]])
-        )  # no rows: refused below
+        # An embedding without rows is refused below.
+        vocab_size = max([1, *weights[embed].shape[:1]])
+        config = dataclasses.replace(config, vocab_size=vocab_size)
     if head not in weights and not config.tie_embeddings:
         raise JllamaError(
             f"{path} has no {head}: a model without it needs tie_word_embeddings true in {CONFIG}"
         )
-    repeated_head = weights.pop(head, None) if config.tie_embeddings else None
-    tensors = matched(weights, config, "huggingface", path)
-    if repeated_head is not None and not same_bits(repeated_head, tensors["embed"]):
+    tied_head = weights.pop(head, None) if config.tie_embeddings else None
+    tensors = match_tensors(weights, config, "huggingface", path)
+    if tied_head is not None and not have_same_bits(tied_head, tensors["embed"]):
         raise JllamaError(
             f"{path}: {head} differs from {embed}, so tie_word_embeddings must be false in {CONFIG}"
         )
     tokenizer, template, stops = read_text_files(path)
     if template is None:
-        template = _old_chat_template(path / TOKENIZER_CONFIG)
-    return Checkpoint(
-        config, tensors, tokenizer, template, stops or _stop_ids(fields.get("eos_token_id"), source)
-    )
+        template = _read_old_chat_template(path / TOKENIZER_CONFIG)
+    if not stops:
+        stops = parse_stop_ids(fields.get("eos_token_id"), source)
+    return Checkpoint(config, tensors, tokenizer, template, stops)
 
 
-def read_text_files(folder: Path) -> tuple[Tokenizer | None, str | None, tuple[int, ...]]:
-    """Read the tokenizer, chat template and stop ids in a folder of any format; None and no ids for absent files."""
-    tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
-    template, generation = folder / CHAT_TEMPLATE, folder / GENERATION_CONFIG
-    with fault_of(f"{template} is not UTF-8 text", UnicodeDecodeError):
-        text = template.read_text(encoding="utf-8") if has_file(template) else None
-    fields = read_json_object(generation) if has_file(generation) else {}
-    return tokenizer, text, _stop_ids(fields.get("eos_token_id"), generation)
+def _read_weights(path: Path) -> dict[str, np.ndarray]:
+    """Read the tensors of a folder: from one file, else from the shards in the index.
 
-
-def _stop_ids(value: Any, source: Path) -> tuple[int, ...]:
-    """An ``eos_token_id`` of a JSON file (absent, one id or a list) as a tuple; anything else raises JllamaError."""
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(type(token) is int and token >= 0 for token in ids):
-        raise JllamaError(
-            f"{source} has eos_token_id {json.dumps(value)[:100]}; it must be a token id or several"
-        )
-    return tuple(ids)
-
-
-def write_chat_files(
-    folder: Path, chat_template: str | None, stops: tuple[int, ...], **others: Any
-) -> Json:
-    """Write what there is; returns the fields of ``generation_config.json``, of which ``others`` are some."""
-    if chat_template is not None:
-        (folder / CHAT_TEMPLATE).write_text(chat_template, encoding="utf-8")
-    fields = (
-        {"eos_token_id": stops[0] if len(stops) == 1 else list(stops)} if stops else {}
-    ) | others
-    if fields:
-        write_json(folder / GENERATION_CONFIG, fields)
-    return fields
-
-
-def _weights(path: Path) -> dict[str, np.ndarray]:
-    """Every tensor of a folder: of the one file if there is one (as transformers does), else of the index's shards."""
+    If both are there, the one file is read, as in transformers.
+    """
     if has_file(path / WEIGHTS):
         return read_safetensors(path / WEIGHTS)
     index = path / INDEX
     if not has_file(index):
         names = ", ".join(sorted(file.name for file in path.glob("*.*")))
         raise JllamaError(
-            f"{path} has {names} instead of {WEIGHTS} or {INDEX}; no pickle is opened: save safetensors"
+            f"{path} has {names} instead of {WEIGHTS} or {INDEX}; "
+            "no pickle is opened: save safetensors"
         )
     shard_of = read_json_object(index).get("weight_map")
     if not isinstance(shard_of, dict) or not shard_of:
@@ -295,34 +283,38 @@ def _weights(path: Path) -> dict[str, np.ndarray]:
         )
     for shard in shard_of.values():
         # The file may be a link that leads elsewhere, as in the hub's cache; its name may not.
-        if not isinstance(shard, str) or not re.fullmatch(
+        is_name = isinstance(shard, str) and re.fullmatch(
             r"[\w.-]{1,200}\.safetensors", shard, re.ASCII
-        ):
+        )
+        if not is_name:
             raise JllamaError(
-                f"{index} points to {json.dumps(shard)[:100]}; expected a safetensors file beside it"
+                f"{index} points to {json.dumps(shard)[:100]}; "
+                "expected a safetensors file in the same folder"
             )
     shards = sorted(set(shard_of.values()))
-    if missing := [shard for shard in shards if not (path / shard).is_file()]:
+    missing = [shard for shard in shards if not (path / shard).is_file()]
+    if missing:
         raise JllamaError(
             f"{path} lacks {', '.join(missing)}, which {INDEX} names: copy what is missing there"
         )
     tensors = {shard: read_safetensors(path / shard) for shard in shards}
-    held = {name: f"in {shard}" for shard in shards for name in tensors[shard]}
-    if problems := differences(held, {name: f"in {shard}" for name, shard in shard_of.items()}):
+    actual = {name: f"in {shard}" for shard in shards for name in tensors[shard]}
+    problems = differences(actual, {name: f"in {shard}" for name, shard in shard_of.items()})
+    if problems:
         raise JllamaError(f"{path} has shards that differ from {INDEX}: {problems}")
     return {name: tensors[shard][name] for name, shard in shard_of.items()}
 
 
-def _old_chat_template(path: Path) -> str | None:
-    """The template where files of before 2025 have it: a string, or a list of named ones, one of them ``default``."""
+def _read_old_chat_template(path: Path) -> str | None:
+    """Return the template of files from before 2025: text, or the ``default`` of named texts."""
     template = read_json_object(path).get("chat_template") if has_file(path) else None
     if isinstance(template, list):
-        entries = [
-            entry
+        defaults = [
+            entry.get("template")
             for entry in template
             if isinstance(entry, dict) and entry.get("name") == "default"
         ]
-        template = entries[0].get("template") if entries else None
+        template = defaults[0] if defaults else None
     if template is not None and not isinstance(template, str):
         raise JllamaError(
             f"{path} has a chat_template that is neither text nor a list of named texts"
@@ -331,62 +323,56 @@ def _old_chat_template(path: Path) -> str | None:
 
 
 def write(
-    checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_progress: OnProgress
+    checkpoint: Checkpoint, target: Path, dtype: np.dtype | None, on_progress: OnProgress
 ) -> None:
-    """Write a folder that transformers loads as it is."""
-    tensors: list[NamedTensor] = [
-        (
-            spec.name("huggingface"),
-            tensor := checkpoint.tensors[spec.key],
-            tensor.dtype if dtype is None else dtype,
-        )
-        for spec in tensor_specs(checkpoint.config)
-    ]
-    dtypes = {kind for _, _, kind in tensors}
-    if unknown := dtypes - set(DTYPES.values()):
+    """Write a folder that transformers loads without changes."""
+    tensors = {}
+    for spec in tensor_specs(checkpoint.config):
+        name = spec.name("huggingface")
+        tensor = checkpoint.tensors[spec.key]
+        tensors[name] = (name, tensor, tensor.dtype if dtype is None else dtype)
+    dtypes = {kind for _, _, kind in tensors.values()}
+    unknown = dtypes - set(DTYPES.values())
+    if unknown:
         raise JllamaError(
-            f"safetensors are written in {', '.join(map(str, DTYPES.values()))}, not in {unknown.pop()}"
+            "safetensors are written in "
+            f"{', '.join(map(str, DTYPES.values()))}, not in {unknown.pop()}"
         )
     # transformers loads every tensor in one dtype: the one that holds all of them without rounding.
-    config = config_to_huggingface(
-        checkpoint.config, str(functools.reduce(jnp.promote_types, dtypes))
-    )
-    tokenizer, template = checkpoint.tokenizer, checkpoint.chat_template
-    stops = checkpoint.stop_ids or ((tokenizer.eos_id,) if tokenizer else ())
+    whole = str(functools.reduce(jnp.promote_types, dtypes))
+    config = config_to_huggingface(checkpoint.config, whole)
+    tokenizer = checkpoint.tokenizer
+    stops = checkpoint.stop_ids
+    others = {}
     if tokenizer:
+        stops = stops or (tokenizer.eos_id,)
+        others["bos_token_id"] = tokenizer.bos_id
         save_huggingface(tokenizer, target)
-    ids = write_chat_files(
-        target, template, stops, **({"bos_token_id": tokenizer.bos_id} if tokenizer else {})
-    )
-    no_ids = dict.fromkeys(
-        ("bos_token_id", "eos_token_id")
-    )  # not null but absent, they would be 1 and 2
-    write_json(target / CONFIG, config | no_ids | ids)
-    if template is not None and (target / TOKENIZER_CONFIG).is_file():
-        # transformers 4.45, for one, and tools of its time know no chat_template.jinja.
-        write_json(
-            target / TOKENIZER_CONFIG,
-            read_json_object(target / TOKENIZER_CONFIG) | {"chat_template": template},
-        )
+    ids = write_chat_files(target, checkpoint.chat_template, stops, **others)
+    # If these ids were absent and not null, they would be 1 and 2.
+    write_json(target / CONFIG, config | {"bos_token_id": None, "eos_token_id": None} | ids)
+    file = target / TOKENIZER_CONFIG
+    if checkpoint.chat_template is not None and file.is_file():
+        # Old programs, such as transformers 4.45, do not read chat_template.jinja.
+        fields = read_json_object(file) | {"chat_template": checkpoint.chat_template}
+        write_json(file, fields)
     split = huggingface_hub.split_state_dict_into_shards_factory(
-        {tensor[0]: tensor for tensor in tensors},
+        tensors,
         get_storage_size=lambda tensor: math.prod(tensor[1].shape) * tensor[2].itemsize,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=MAX_SHARD_BYTES,
     )
     if split.is_sharded:
-        write_json(
-            target / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        )
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        write_json(target / INDEX, index)
     for file, names in split.filename_to_tensors.items():
-        write_safetensors(
-            target / file, [tensor for tensor in tensors if tensor[0] in names], on_progress
-        )
+        write_safetensors(target / file, [tensors[name] for name in names], on_progress)
 
 
 def download(repository: str) -> Path:
-    """Fetch ``org/name`` from the Hugging Face hub, or find it in the hub's cache; returns the folder it is in."""
+    """Fetch ``org/name`` from the Hugging Face hub or its cache, and return the folder."""
     patterns = ["*.safetensors", "*.json", "tokenizer.model", "*.jinja"]
-    # Of the hub's client, with its own advice, the HTTP library beneath it, or the disk: all mean the same here.
+    # An error may be one of the hub's client, of its HTTP library or of the disk: all mean the
+    # same.
     with fault_of(f"{repository} cannot be fetched from the hub", Exception):
         return Path(huggingface_hub.snapshot_download(repository, allow_patterns=patterns))

@@ -1,20 +1,20 @@
-"""The ``.bin`` format of karpathy's llama2.c: seven integers and then float32 numbers, with no names and no metadata.
+"""The ``.bin`` format of karpathy's llama2.c: seven integers, then float32 numbers; no names.
 
-The header is ``_SIZES`` as little-endian int32, the vocabulary's size negated if the output head is not tied. The
-tensors follow in the order of ``Parameter.llama2c``, each for all layers, ``[outputs, inputs]``, rotary channels in
-interleaved pairs; before the output head come cosines and sines ``[max_seq_len, head_dim / 2]``, for an earlier
-``run.c``. Source: llama2.c's ``export.py`` (``legacy_export``) and ``run.c``.
+The header is ``_SIZES`` as little-endian int32; the vocabulary's size is negative if the output
+head is not tied. The tensors follow in the order of ``Parameter.llama2c``, each for all layers,
+``[outputs, inputs]``, rotary channels in interleaved pairs. Before the output head come cosines and
+sines ``[max_seq_len, head_dim / 2]``, for an earlier ``run.c``. Source: llama2.c's ``export.py``
+(``legacy_export``) and ``run.c``.
 """
 
 import contextlib
 import math
 import struct
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from jllama.checkpoints.tensors import Checkpoint, FileTensor, OnProgress, blocks, reordered
+from jllama.checkpoints.tensors import Checkpoint, OnProgress, blocks, reorder_rotary
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
 from jllama.files import fault_of, has_file
@@ -22,7 +22,8 @@ from jllama.parameters import TensorSpec, count_parameters, tensor_specs
 from jllama.rope_scaling import inverse_frequencies
 from jllama.tokenizers.llama2c import load_llama2c_tokenizer, save_llama2c_tokenizer
 
-MODEL, TOKENIZER = "model.bin", "tokenizer.bin"
+MODEL = "model.bin"
+TOKENIZER = "tokenizer.bin"
 _SIZES = (
     "embed_dim",
     "mlp_dim",
@@ -33,23 +34,28 @@ _SIZES = (
     "max_seq_len",
 )
 _HEADER = struct.Struct("<7i")
-_FIXED = {
-    "norm_eps": 1e-5,
-    "rope_theta": 10_000.0,
-    "rope_scaling": None,
-}  # what run.c has in its code
+# The values in run.c's code.
+_FIXED = {"norm_eps": 1e-5, "rope_theta": 10_000.0, "rope_scaling": None}
 
 
 def recognizes(path: Path) -> bool:
-    """Tell whether this is a llama2.c file, of any version and even truncated, or a folder that holds exactly one."""
-    return _model_file(path) is not None
+    """Return whether a path is a llama2.c file, or a folder that holds exactly one.
+
+    It may be of any version, and even truncated.
+    """
+    return _find_file(path) is not None
 
 
-def _model_file(path: Path) -> Path | None:
+def _find_file(path: Path) -> Path | None:
+    """Return the only llama2.c file at a path; None if there is none, or several.
+
+    A file of another suffix than ``.bin`` must have the size that its header describes.
+    """
+    candidates = list(path.glob("*.bin")) if path.is_dir() else [path]
     files = []
-    for file in filter(Path.is_file, path.glob("*.bin") if path.is_dir() else [path]):
+    for file in filter(Path.is_file, candidates):
         with contextlib.suppress(JllamaError):
-            config = _config(file)
+            config = _read_config(file)
             if (
                 config is None
                 or file.suffix == ".bin"
@@ -59,23 +65,23 @@ def _model_file(path: Path) -> Path | None:
     return files[0] if len(files) == 1 else None
 
 
-def _config(file: Path) -> LlamaConfig | None:
-    """The architecture in a file's header; None if that is of a later version."""
+def _read_config(file: Path) -> LlamaConfig | None:
+    """Return the architecture in a file's header; None if the file is of a later version."""
     with file.open("rb") as opened:
         header = opened.read(_HEADER.size)
-    if header.startswith(b"24ka"):  # as versions 1 and 2 do
+    if header.startswith(b"24ka"):  # versions 1 and 2
         return None
     if len(header) < _HEADER.size:
         raise JllamaError(
             f"{file} is truncated: it has {len(header)} bytes, less than a llama2.c header"
         )
     sizes = dict(zip(_SIZES, _HEADER.unpack(header), strict=True))
-    if 0 in sizes.values():  # LlamaConfig would work some of them out
+    if 0 in sizes.values():  # LlamaConfig would compute some of them
         raise JllamaError(
-            f"{file} is no llama2.c file: its sizes are {tuple(sizes.values())}; none may be 0"
+            f"{file} is not a llama2.c file: its sizes are {tuple(sizes.values())}; none may be 0"
         )
     vocab_size = sizes.pop("vocab_size")
-    with fault_of(f"{file} is no llama2.c file"):
+    with fault_of(f"{file} is not a llama2.c file"):
         return LlamaConfig(
             **sizes, **_FIXED, vocab_size=abs(vocab_size), tie_embeddings=vocab_size > 0
         )
@@ -85,98 +91,112 @@ def _file_bytes(config: LlamaConfig) -> int:
     return _HEADER.size + 4 * (count_parameters(config) + config.max_seq_len * config.head_dim)
 
 
-def _in_order(config: LlamaConfig) -> list[TensorSpec]:
-    return sorted(
-        tensor_specs(config), key=lambda spec: spec.parameter.llama2c
-    )  # stable: layers stay in order
+def _specs_in_order(config: LlamaConfig) -> list[TensorSpec]:
+    """Return the tensors in the order of a file. The sort is stable: layers stay in order."""
+    return sorted(tensor_specs(config), key=lambda spec: spec.parameter.llama2c)
 
 
 def read(path: Path) -> Checkpoint:
-    """Open a llama2.c file, or the folder that holds it, with the ``tokenizer.bin`` beside it if there is one."""
-    file = _model_file(path) if path.is_dir() else path
+    """Open a llama2.c file, or the folder that holds it, with ``tokenizer.bin`` if it is there."""
+    file = _find_file(path) if path.is_dir() else path
     if file is None:
         raise JllamaError(
             f"{path} does not hold exactly one llama2.c .bin file: give the file itself"
         )
-    if (config := _config(file)) is None:
+    config = _read_config(file)
+    if config is None:
         raise JllamaError(
             f"{file} is a llama2.c file of version 1 or 2: export it with --version 0 to read it"
         )
-    size, expected = file.stat().st_size, _file_bytes(config)
+    size = file.stat().st_size
+    expected = _file_bytes(config)
     if expected != size:
-        what = "is truncated" if size < expected else "is too long, or no llama2.c file"
+        problem = "is truncated" if size < expected else "is too long, or no llama2.c file"
         raise JllamaError(
-            f"{file} {what}: it has {size} bytes but its header describes {expected}: fetch it again"
+            f"{file} {problem}: it has {size} bytes but its "
+            f"header describes {expected}: fetch it again"
         )
     numbers = np.memmap(file, "<f4", "r", offset=_HEADER.size)
-    tensors: dict[str, FileTensor] = {}
-    for spec in _in_order(config):
+    tensors = {}
+    start = 0
+    for spec in _specs_in_order(config):
         if spec.path == "lm_head":
-            numbers = numbers[config.max_seq_len * config.head_dim :]  # the cosines and sines
-        tensor, numbers = np.split(numbers, [math.prod(spec.shape)])
-        tensors[spec.key] = reordered(spec, tensor.reshape(spec.shape), config, to_half_split=True)
-    tokenizer = file.parent / TOKENIZER
-    return Checkpoint(
-        config, tensors, load_llama2c_tokenizer(tokenizer) if has_file(tokenizer) else None
-    )
+            start += config.max_seq_len * config.head_dim  # the cosines and sines
+        stop = start + math.prod(spec.shape)
+        tensor = numbers[start:stop].reshape(spec.shape)
+        tensors[spec.key] = reorder_rotary(spec, tensor, config, to_half_split=True)
+        start = stop
+    tokenizer = None
+    if has_file(file.parent / TOKENIZER):
+        tokenizer = load_llama2c_tokenizer(file.parent / TOKENIZER)
+    return Checkpoint(config, tensors, tokenizer)
 
 
 def write(
-    checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_progress: OnProgress
+    checkpoint: Checkpoint, target: Path, dtype: np.dtype | None, on_progress: OnProgress
 ) -> None:
-    """Write ``model.bin``, and ``tokenizer.bin`` if there is a tokenizer: what ``run.c`` runs.
+    """Write ``model.bin``, and ``tokenizer.bin`` if there is a tokenizer: the files of ``run.c``.
 
-    bfloat16 and float16 are widened to float32, which loses nothing; ``dtype`` can be no other.
+    bfloat16 and float16 become float32, which loses nothing; ``dtype`` may be no other.
     """
     config = checkpoint.config
-    if problems := "; ".join(_problems(checkpoint, dtype)):
+    problems = "; ".join(_problems(checkpoint, dtype))
+    if problems:
         raise JllamaError(
             f"the llama2.c format cannot hold this model: {problems}: convert to another format"
         )
     if checkpoint.tokenizer is not None:
         save_llama2c_tokenizer(checkpoint.tokenizer, target / TOKENIZER)
     tensors = [
-        reordered(spec, checkpoint.tensors[spec.key], config, to_half_split=False)
-        for spec in _in_order(config)
+        reorder_rotary(spec, checkpoint.tensors[spec.key], config, to_half_split=False)
+        for spec in _specs_in_order(config)
     ]
+    # Cosines and sines come before the output head, if there is one.
     angles = np.outer(
         np.arange(config.max_seq_len), inverse_frequencies(config.head_dim, config.rope_theta)
     )
     tables = np.concatenate([np.cos(angles), np.sin(angles)])
-    head = [] if config.tie_embeddings else [tensors.pop()]
-    sizes = vars(config) | {"vocab_size": config.vocab_size * (1 if config.tie_embeddings else -1)}
+    sizes = dict(vars(config))
+    if config.tie_embeddings:
+        tensors.append(tables)
+    else:
+        tensors.insert(-1, tables)
+        sizes["vocab_size"] *= -1
     with (target / MODEL).open("wb") as file:
-        file.write(_HEADER.pack(*map(sizes.__getitem__, _SIZES)))
-        for tensor in (*tensors, tables, *head):
+        file.write(_HEADER.pack(*(sizes[name] for name in _SIZES)))
+        for tensor in tensors:
             for block in blocks(tensor, np.dtype("<f4")):
                 file.write(block.data)
                 on_progress(0 if tensor is tables else block.nbytes)
 
 
-def _problems(checkpoint: Checkpoint, dtype: np.dtype[Any] | None) -> list[str]:
-    config, tokenizer = checkpoint.config, checkpoint.tokenizer
+def _problems(checkpoint: Checkpoint, dtype: np.dtype | None) -> list[str]:
+    """Describe everything in a model that the format cannot hold."""
+    config = checkpoint.config
+    tokenizer = checkpoint.tokenizer
+    problems = []
     width = config.embed_dim / config.num_heads
-    num_tokens = tokenizer.vocab_size if tokenizer else config.vocab_size
-    stops = ", ".join(
-        str(token)
-        for token in checkpoint.stop_ids
-        if tokenizer is None or token != tokenizer.eos_id
-    )
-    is_float64 = dtype is None and any(
-        tensor.dtype.itemsize > 4 for tensor in checkpoint.tensors.values()
-    )
-    problems = {
-        f"its head_dim is {config.head_dim}, and run.c has embed_dim / num_heads, {width:g}": width
-        != config.head_dim,
-        "it has float64 tensors (take dtype float32)": is_float64,
-        "it has a chat template": checkpoint.chat_template is not None,
-        f"tokens {stops} end its answers, and run.c knows EOS alone": stops,
-        f"its tokenizer has {num_tokens} tokens, and run.c reads {config.vocab_size}": num_tokens
-        != config.vocab_size,
-    }
-    problems |= {
-        f"its {name} is {vars(config)[name]!r}, and run.c has {value!r}": vars(config)[name]
-        != value
-        for name, value in _FIXED.items()
-    }
-    return [problem for problem, is_so in problems.items() if is_so]
+    if config.head_dim != width:
+        problems.append(
+            f"its head_dim is {config.head_dim}, and run.c has embed_dim / num_heads, {width:g}"
+        )
+    if dtype is None and any(tensor.dtype.itemsize > 4 for tensor in checkpoint.tensors.values()):
+        problems.append("it has float64 tensors (choose dtype float32)")
+    if checkpoint.chat_template is not None:
+        problems.append("it has a chat template")
+    stops = [str(token) for token in checkpoint.stop_ids]
+    num_tokens = config.vocab_size
+    if tokenizer is not None:
+        stops = [token for token in stops if token != str(tokenizer.eos_id)]
+        num_tokens = tokenizer.vocab_size
+    if stops:
+        problems.append(f"tokens {', '.join(stops)} end its answers, and run.c knows only EOS")
+    if num_tokens != config.vocab_size:
+        problems.append(
+            f"its tokenizer has {num_tokens} tokens, and run.c reads {config.vocab_size}"
+        )
+    for name, value in _FIXED.items():
+        actual = getattr(config, name)
+        if actual != value:
+            problems.append(f"its {name} is {actual!r}, and run.c has {value!r}")
+    return problems

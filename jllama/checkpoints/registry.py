@@ -1,6 +1,6 @@
 """Every checkpoint format behind three functions: ``load``, ``save`` and ``convert``.
 
-What passes between formats is a ``Checkpoint``. A further format is an entry of ``FORMATS``.
+Formats exchange a ``Checkpoint``. A further format is an entry of ``FORMATS``.
 """
 
 import contextlib
@@ -33,28 +33,36 @@ Layout = Literal["decode", "training"]
 
 FLOATS: dict[str, float] = {"float32": 4, "bfloat16": 2, "float16": 2}
 _FLOAT32 = {"float32": 4.0}
-_OF_CHECKPOINTS = (  # names of files that a checkpoint of some format, or a run, has in its folder
-    r".*\.safetensors(\.index\.json)?|.*\.(gguf|bin|pth)|tokenizer.*\.(json|model)|(generation_|adapter_)?config\.json|"
-    r"(special_tokens_map|added_tokens|vocab|params|jllama)\.json|merges\.txt|checklist\.chk|chat_template\.(jinja|json)|"
-    r"config\.yaml|checkpoints|(metrics|samples|skipped|config\.history)\.jsonl|report\.html|reference\.npz|"
+# Names of files that a checkpoint of some format, or a run, has in its folder.
+_FILES_OF_CHECKPOINTS = (
+    r".*\.safetensors(\.index\.json)?|.*\.(gguf|bin|pth)|tokenizer.*\.(json|model)|"
+    r"(generation_|adapter_)?config\.json|merges\.txt|checklist\.chk|chat_template\.(jinja|json)|"
+    r"(special_tokens_map|added_tokens|vocab|params|jllama)\.json|config\.yaml|checkpoints|"
+    r"(metrics|samples|skipped|config\.history)\.jsonl|report\.html|reference\.npz|"
     r"tensorboard|wandb|autotuning|in_use.*|\.gitattributes"
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """A format of checkpoints, or of adapters: then ``read`` takes the configuration of the base, too.
+    """A format of checkpoints, or of adapters, whose ``read`` also takes the base's configuration.
 
     Args:
-        description: what a user has who has one, such as "a GGUF file".
-        recognizes: whether a path is in this format, going by its files.
-        read: opens it, weights unread. ``JllamaError`` for what is damaged, missing, or not a Llama that jllama has.
-        write: into the empty folder ``target`` (``is_file``: that file), in ``dtype`` or (None) every tensor in its
-            own; tells ``on_progress`` of the bytes of weights. ``JllamaError`` first if it cannot hold the model.
-        dtypes: what ``write`` takes, each with the bytes of a number.
-        option: the keyword argument of ``load`` that ``read`` takes, too, if any.
-        is_file: it is written to a file, not into a folder.
-        suffix: that of targets for which ``jllama convert`` needs not be told the format.
+        description: A noun phrase for a checkpoint in the format, such as "a GGUF file".
+        recognizes: Whether a path is in this format, judged by its files.
+        read: Open it without reading the weights. Raises ``JllamaError`` if it is damaged,
+            incomplete, or not a Llama that jllama has.
+        write: Write into the empty folder ``target`` (``is_file``: to that file), in ``dtype`` or
+            (None) each tensor in its own; call ``on_progress`` with bytes of weights. Raises
+            ``JllamaError`` before it writes if the format cannot hold the model.
+        dtypes: The dtypes that ``write`` takes, each with the bytes of a number.
+        option: The keyword argument of ``load`` that ``read`` takes, if any.
+        is_file: The format is a file, not a folder.
+        suffix: For targets with this suffix ``jllama convert`` chooses the format itself.
+
+    Example::
+
+        jllama.FORMATS["npz"] = jllama.Format("an .npz file", recognizes, read, write, is_file=True)
     """
 
     description: str
@@ -67,8 +75,10 @@ class Format:
     suffix: str | None = None
 
     def stored_dtype(self, dtype: str | None) -> str | None:
-        """The dtype of the matrices when ``dtype`` is asked for; None: each one's own."""
-        return next(iter(self.dtypes)) if dtype is None and len(self.dtypes) == 1 else dtype
+        """Return the dtype in which ``dtype`` stores the matrices; None is each matrix's own."""
+        if dtype is None and len(self.dtypes) == 1:
+            return next(iter(self.dtypes))
+        return dtype
 
 
 def _format(
@@ -84,7 +94,11 @@ FORMATS: dict[str, Format] = {
     "hf": _format("a folder with config.json and safetensors", huggingface),
     "orbax": _format("a training run", run, option="step"),
 }
-"""The formats by name, in the order in which they are tried."""
+"""The formats by name, in the order in which they are tried.
+
+>>> list(FORMATS)
+['gguf', 'meta', 'llama2c', 'hf', 'orbax']
+"""
 
 ADAPTER_FORMATS: dict[str, Format] = {
     "peft": Format(
@@ -96,11 +110,10 @@ ADAPTER_FORMATS: dict[str, Format] = {
         adapters.read_gguf,
         adapters.write_gguf,
         _FLOAT32,
-        None,
-        True,
+        is_file=True,
     ),
 }
-"""Those of adapters by themselves, besides the run that trained one."""
+"""The formats of adapters alone. A run that trained an adapter is another place to find one."""
 
 
 def load(
@@ -116,67 +129,94 @@ def load(
 ) -> LanguageModel:
     """Load a checkpoint of any format, or a Hugging Face hub id, straight onto the devices.
 
-    Raises ``JllamaError``, which says what and where: there is no such checkpoint, or something in it is wrong; and
-    ``UsageError`` for an argument that does not fit it. From here on JAX keeps compiled programs for the next process
-    in ``$JLLAMA_CACHE/compiled`` (``JAX_COMPILATION_CACHE_DIR``: elsewhere, ``JAX_ENABLE_COMPILATION_CACHE=0``: none).
+    From then on JAX caches compiled programs for later processes in ``$JLLAMA_CACHE/compiled``. Set
+    ``JAX_COMPILATION_CACHE_DIR`` for another folder, ``JAX_ENABLE_COMPILATION_CACHE=0`` for no
+    cache.
 
     Args:
-        path: a run's folder, a Hugging Face or Meta folder, a GGUF file, a llama2.c file, or ``org/name``.
-        dtype: of the parameters; None is float32 on a CPU, where bfloat16 is slow, and elsewhere the files' own.
-        mesh: splits the parameters over devices, as in training; None puts them on the first device.
-        layout: ``decode``, a layer each and outputs first, for everything but training (``DecodeParams``); or
-            ``training``, layers stacked and inputs first (``jllama.parameters``).
-        rope_factor: the RoPE scaling factor that Meta's files leave out; None: that of the released Llama of its shape.
-        step: of a training run, the checkpoint to take; None is the one with the lowest validation loss.
-        quantize: ``int8`` rounds the matrices to eight bits as they are read; on a GPU or TPU that saves no time.
-        adapter: what has been trained beside these weights, and is merged as they are read: PEFT's folder (or hub id),
-            a GGUF LoRA file, or a run, whose ``step`` is meant then. A run that trained one is a checkpoint, too.
+        path: A run's folder, a Hugging Face or Meta folder, a GGUF file, a llama2.c file, or
+            ``org/name``.
+        dtype: Dtype of the parameters. None is float32 on a CPU, where bfloat16 is slow, and
+            elsewhere the dtype in the files.
+        mesh: Splits the parameters over devices, as in training; None puts them on the first
+            device.
+        layout: ``decode``, with separate layers and outputs first, for everything but training
+            (``DecodeParams``); or ``training``, with stacked layers and inputs first
+            (``jllama.parameters``).
+        rope_factor: The RoPE scaling factor that Meta's files leave out; None is that of the
+            released Llama of the same shape.
+        step: The checkpoint of a training run; None is the one with the lowest validation loss.
+        quantize: ``int8`` rounds the matrices to eight bits as they are read; on a GPU or TPU that
+            saves no time.
+        adapter: An adapter for these weights, merged as they are read: PEFT's folder (or hub id), a
+            GGUF LoRA file, or a run, to which ``step`` then applies. A run that trained an adapter
+            is a checkpoint, too.
+
+    Raises:
+        JllamaError: There is no such checkpoint, or something in it is wrong; the message names it.
+        UsageError: An argument does not fit the checkpoint.
+
+    Example::
+
+        model = jllama.load("runs/quickstart")
+        model = jllama.load("model.gguf", quantize="int8")
     """
-    # Also small programs are kept, most of a model's start. JAX may have been told of another folder and rules.
-    if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue] - made at run time
-        if folder := cache.private_folder("compiled"):
-            jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        compilation_cache.reset_cache()  # whether there is one is asked once, at the first compilation
-    if dtype is None and jax.default_backend() == "cpu":
-        dtype = jnp.float32
-    dtype = None if dtype is None else _float_dtype(dtype)
+    _cache_compiled_programs()
+    if dtype is not None:
+        dtype = _float_dtype(dtype)
+    elif jax.default_backend() == "cpu":
+        dtype = np.dtype(np.float32)
     for name, value, kind in (("layout", layout, Layout), ("quantize", quantize, Quantization)):
         if value is not None and value not in get_args(kind):
             raise UsageError(f"{name} is {value!r}; it must be one of {', '.join(get_args(kind))}")
     if quantize and layout == "training":
         raise UsageError(
-            f"quantize is {quantize!r}, which is for decoding: leave it out, or take layout 'decode'"
+            f"quantize is {quantize!r}, which is for decoding: "
+            "leave it out, or set layout to 'decode'"
         )
     source = _local(path)
     checkpoint = open_checkpoint(source, rope_factor, step, adapter)
     if checkpoint.adapter and dtype is None:
-        dtype = checkpoint.tensors["embed"].dtype  # not float32 for what has been merged
-    with progress(
-        f"reading {source.name}", size_bytes(checkpoint, dtype), of_bytes=True
-    ) as on_progress:
+        dtype = checkpoint.tensors["embed"].dtype  # merged matrices are float32
+    num_bytes = size_bytes(checkpoint, dtype)
+    with progress(f"reading {source.name}", num_bytes, of_bytes=True) as on_progress:
         if layout == "training":
             params = tensors.load_params(checkpoint, dtype, mesh, on_progress)
         else:
             params = tensors.load_decode_params(checkpoint, dtype, mesh, on_progress, quantize)
-    config, tokenizer, name = (
+    tokenizer = checkpoint.tokenizer
+    return LanguageModel(
         checkpoint.config,
-        checkpoint.tokenizer,
+        params,
+        tokenizer,
+        checkpoint.chat_template,
+        checkpoint.stop_ids or ((tokenizer.eos_id,) if tokenizer else ()),
+        checkpoint.step,
         Path(path).name or source.resolve().name,
     )
-    stop_ids = checkpoint.stop_ids or ((tokenizer.eos_id,) if tokenizer else ())
-    return LanguageModel(
-        config, params, tokenizer, checkpoint.chat_template, stop_ids, checkpoint.step, name
-    )
 
 
-def _float_dtype(dtype: Any) -> np.dtype[Any]:
-    with contextlib.suppress(TypeError):  # no dtype at all
+def _cache_compiled_programs() -> None:
+    """Let JAX cache programs on disk, unless it is already configured to.
+
+    Small programs are cached, too: most of a model's start is compiling them.
+    """
+    # The attribute is made at run time.
+    if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
+        folder = cache.private_folder("compiled")
+        if folder:
+            jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        # JAX looks for the cache only once, at the first compilation.
+        compilation_cache.reset_cache()
+
+
+def _float_dtype(dtype: Any) -> np.dtype:
+    """Return a floating-point dtype that JAX has; ``UsageError`` for anything else."""
+    with contextlib.suppress(TypeError):  # not a dtype at all
         numeric = jnp.dtype(dtype)
-        if (
-            jnp.issubdtype(numeric, jnp.floating)
-            and jax.dtypes.canonicalize_dtype(numeric) == numeric
-        ):
+        is_float = jnp.issubdtype(numeric, jnp.floating)
+        if is_float and jax.dtypes.canonicalize_dtype(numeric) == numeric:
             return numeric
     raise UsageError(
         f"dtype is {dtype}; it must be float32, bfloat16, float16, or with JAX_ENABLE_X64=1 float64"
@@ -184,9 +224,14 @@ def _float_dtype(dtype: Any) -> np.dtype[Any]:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of a checkpoint of any format or of a hub id; or of a file or folder of a tokenizer's own."""
+    """Load the tokenizer of a checkpoint or hub id, or of a tokenizer's own file or folder.
+
+    Example::
+
+        ids = jllama.load_tokenizer("runs/quickstart").encode("Once upon a time")
+    """
     source = _local(path)
-    if has_tokenizer(source) or not _recognized(source):
+    if has_tokenizer(source) or not _recognize(source):
         return tokenizers.load_tokenizer(source)
     tokenizer = open_checkpoint(source).tokenizer
     if tokenizer is None:
@@ -202,17 +247,23 @@ def save(
     *,
     overwrite: bool = False,
 ) -> None:
-    """Write a model in any format. It appears at ``path`` when it is whole, or not at all.
-
-    Raises ``JllamaError``: the format cannot hold this model, ``path`` exists, or the disk is too small; and
-    ``UsageError``: there is no such format or dtype.
+    """Write a model in any format. It appears at ``path`` when it is complete, or not at all.
 
     Args:
-        model: what ``load`` gives; or one put together from a configuration, parameters and a tokenizer.
-        path: the folder to make (for ``gguf``, the file).
-        format: ``orbax`` (jllama's own), ``hf``, ``gguf``, ``llama2c``, ``meta``; a key of ``FORMATS``.
-        dtype: of the matrices, one that the format has; None keeps the parameters' own.
-        overwrite: replace the file or the checkpoint that is at ``path``; no other folder is replaced.
+        model: A loaded model, or one made of a configuration, parameters and a tokenizer.
+        path: The folder to make (for ``gguf``, the file).
+        format: ``orbax`` (jllama's own), ``hf``, ``gguf``, ``llama2c``, ``meta``; a key of
+            ``FORMATS``.
+        dtype: Dtype of the matrices, one of the format's; None keeps the parameters' own.
+        overwrite: Replace the file or the checkpoint at ``path``. Other folders are never replaced.
+
+    Raises:
+        JllamaError: The format cannot hold this model, ``path`` exists, or the disk is too small.
+        UsageError: There is no such format or dtype.
+
+    Example::
+
+        jllama.save(model, "model.gguf", format="gguf", dtype="q8_0")
     """
     check_names("format", format, dtype)
     saved = tensors.TensorsOfParams(model.config, model.params)
@@ -232,26 +283,33 @@ def convert(
     rope_factor: float | None = None,
     adapter: str | Path | None = None,
 ) -> Checkpoint:
-    """Convert a checkpoint of any format to another, block by block: the model is never in memory whole.
+    """Convert a checkpoint of any format to another, and return what was converted.
 
-    With ``adapter`` it is merged (in float32, if ``dtype`` does not say), and so is a run's that trained one. ``to``
-    ``peft`` or ``gguf-lora``, the adapter is written alone.
+    The model is converted block by block, and is never in memory as a whole, except for jllama's
+    own format. An ``adapter`` is merged (in float32, unless ``dtype`` is set), and so is that of a
+    run that trained one. If ``to`` is ``peft`` or ``gguf-lora``, only the adapter is written.
 
-    (Writing jllama's own format does take its size in memory.) Arguments and errors are those of ``load`` and ``save``;
-    without ``dtype`` every tensor keeps its own. A target that is the source, holds it or lies in it is refused.
-    Returns what was converted.
+    Arguments and errors are those of ``load`` and ``save``. If ``dtype`` is None, every tensor
+    keeps its own. A target that is the source, holds it or lies in it is refused.
+
+    Example::
+
+        jllama.convert("runs/quickstart", "quickstart.gguf", to="gguf", dtype="q8_0")
     """
     check_names("to", to, dtype)
     local = _local(source)
     checkpoint = open_checkpoint(local, rope_factor, adapter=adapter)
-    adapter_read = checkpoint.adapter
-    content = adapter_read if to in ADAPTER_FORMATS else checkpoint
+    own_adapter = checkpoint.adapter
+    content = own_adapter if to in ADAPTER_FORMATS else checkpoint
     if content is None:
         raise UsageError(
-            f"{source} has no adapter to write as {to}: give one with adapter, or a run that trained one"
+            f"{source} has no adapter to write as {to}: "
+            "give one with adapter, or a run that trained one"
         )
-    others = [adapter_read.source, adapter_read.base] if adapter_read else []
-    _write(content, Path(target), to, dtype, overwrite, [local, *map(Path, filter(None, others))])
+    sources = [local]
+    if own_adapter:
+        sources += [Path(path) for path in (own_adapter.source, own_adapter.base) if path]
+    _write(content, Path(target), to, dtype, overwrite, sources)
     return checkpoint
 
 
@@ -261,46 +319,45 @@ def open_checkpoint(
     step: int | None = None,
     adapter: str | Path | None = None,
 ) -> Checkpoint:
-    """Open a checkpoint of any format, without reading its weights. Arguments and errors are those of ``load``."""
-    source, own_step = _local(path), None if adapter else step
-    if run.recognizes(source) and (begun := run.read_config(source)).lora.rank:
-        with fault_of(
-            f"{source} has adapters of its init_from", JllamaError, KeyError, RecursionError
-        ):
-            base = open_checkpoint(
-                str(begun.fields["init_from"]), rope_factor or begun.fields.get("rope_factor")
-            )
+    """Open a checkpoint of any format without reading its weights, as ``load`` does."""
+    source = _local(path)
+    own_step = None if adapter else step
+    config = run.read_config(source) if run.recognizes(source) else None
+    if config and config.lora.rank:
+        init_from = f"{source} has adapters of its init_from"
+        with fault_of(init_from, JllamaError, KeyError, RecursionError):
+            factor = rope_factor or config.fields.get("rope_factor")
+            base = open_checkpoint(str(config.fields["init_from"]), factor)
         checkpoint = adapters.merged(base, run.read_adapter(source, base.config, own_step))
     else:
         format = FORMATS[_format_of(source)]
-        options = {
-            name: each
-            for name, each in (("rope_factor", rope_factor), ("step", own_step))
-            if each is not None
-        }
-        for name, value in options.items():
+        options = {}
+        for name, value in (("rope_factor", rope_factor), ("step", own_step)):
+            if value is None:
+                continue
             if name != format.option:
-                takers = " or ".join(
-                    each.description for each in FORMATS.values() if name == each.option
-                )
+                takers = [other.description for other in FORMATS.values() if name == other.option]
                 raise UsageError(
-                    f"{source} is not {takers}, so it has no {name} {value}: leave out the {name}"
+                    f"{source} is not {' or '.join(takers)}, "
+                    f"so it has no {name} {value}: leave out the {name}"
                 )
+            options[name] = value
         checkpoint = format.read(source, **options)
-    tokenizer, rows = checkpoint.tokenizer, checkpoint.config.vocab_size
-    if tokenizer is not None and tokenizer.vocab_size > rows:
-        sizes = f"{tokenizer.vocab_size} tokens but the embedding has {rows} rows"
+    tokenizer = checkpoint.tokenizer
+    num_rows = checkpoint.config.vocab_size
+    if tokenizer is not None and tokenizer.vocab_size > num_rows:
         raise JllamaError(
-            f"the tokenizer of {source} has {sizes}: put the one there that the model was trained with"
+            f"the tokenizer of {source} has {tokenizer.vocab_size} tokens but the embedding "
+            f"has {num_rows} rows: put the one there that the model was trained with"
         )
     if adapter:
-        return adapters.merged(
-            checkpoint, _read_adapter(_local(adapter, "adapter"), checkpoint.config, step)
-        )
+        added = _read_adapter(_local(adapter, "adapter"), checkpoint.config, step)
+        return adapters.merged(checkpoint, added)
     return checkpoint
 
 
 def _read_adapter(source: Path, config: LlamaConfig, step: int | None) -> adapters.Adapter:
+    """Read an adapter of any format, or of a run, for a base with the architecture ``config``."""
     if run.recognizes(source):
         return run.read_adapter(source, config, step)
     if step is not None:
@@ -316,93 +373,94 @@ def _read_adapter(source: Path, config: LlamaConfig, step: int | None) -> adapte
 
 
 def _local(path: str | Path, kind: str = "checkpoint") -> Path:
-    """The path itself, or where the hub's copy of ``org/name`` lies. Whatever is read, is read through here.
+    """Return the path itself, or where the hub's copy of ``org/name`` is.
 
-    A pipe, a socket or a device there raises ``JllamaError``.
+    Everything that is read goes through here. A pipe, a socket or a device raises ``JllamaError``.
     """
     source = Path(path)
     if source.exists():
-        refuse_special_files(source, *source.glob("*"))  # of a file the latter are none
+        refuse_special_files(source, *source.glob("*"))  # a file has none
         return source
-    if (
-        re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(path))
-        and not source.parent.exists()
-    ):
+    is_id = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(path))
+    if is_id and not source.parent.exists():
         return huggingface.download(str(path))
-    other = {"checkpoint": "a model's", "adapter": "PEFT's"}[kind]
+    other = "PEFT's" if kind == "adapter" else "a model's"
     raise JllamaError(
         f"there is no {kind} at {path}: give a run's folder, such as runs/quickstart, or {other}"
     )
 
 
-def _recognized(source: Path) -> str | None:
+def _recognize(source: Path) -> str | None:
+    """Return the name of the format of a path, if any."""
     for name, format in FORMATS.items():
-        with contextlib.suppress(OSError):  # what cannot be read is not of this format
+        with contextlib.suppress(OSError):  # a file that cannot be read is not of this format
             if format.recognizes(source):
                 return name
     return None
 
 
 def _format_of(source: Path) -> str:
-    if name := _recognized(source):
+    """Return the name of the format of a path; ``JllamaError`` if it is of none."""
+    name = _recognize(source)
+    if name:
         return name
-    if wholes := [parent for parent in source.resolve().parents[:3] if _recognized(parent)]:
-        raise JllamaError(f"{source} is no checkpoint by itself: give its folder, {wholes[0]}")
-    held = (
-        ", ".join(sorted(entry.name for entry in source.iterdir())[:8])
-        if source.is_dir()
-        else "no known header"
-    )
+    for parent in source.resolve().parents[:3]:
+        if _recognize(parent):
+            raise JllamaError(f"{source} is no checkpoint by itself: give its folder, {parent}")
+    content = "no known header"
+    if source.is_dir():
+        content = ", ".join(sorted(entry.name for entry in source.iterdir())[:8]) or "nothing"
     formats = ", or ".join(format.description for format in FORMATS.values())
     raise JllamaError(
-        f"{source} is no checkpoint that jllama knows (it holds {held or 'nothing'}): give {formats}"
+        f"{source} is no checkpoint that jllama knows (it holds {content}): give {formats}"
     )
 
 
 def check_names(name: str, format: str, dtype: str | None) -> None:
-    """Raise ``UsageError`` unless there is a format, given as ``name``, that holds such a dtype."""
+    """Raise ``UsageError`` unless a format (the argument ``name``) exists and has the dtype."""
     formats = FORMATS | (ADAPTER_FORMATS if name == "to" else {})
     if format not in formats:
         raise UsageError(f"{name} is {format!r}; it must be one of {', '.join(formats)}")
-    if dtype is not None and dtype not in formats[format].dtypes:
-        said = f"dtype is {dtype!r}; with {format} it must be one of {', '.join(formats[format].dtypes)}"
+    dtypes = formats[format].dtypes
+    if dtype is not None and dtype not in dtypes:
         raise UsageError(
-            f"{said}; for others, such as Q4_K_M, run llama.cpp's llama-quantize on a GGUF file"
+            f"dtype is {dtype!r}; with {format} it must be one of {', '.join(dtypes)}; "
+            "for others, such as Q4_K_M, run llama.cpp's llama-quantize on a GGUF file"
         )
 
 
 def _write(
     content: Any, target: Path, to: str, dtype: str | None, overwrite: bool, sources: Sequence[Path]
 ) -> None:
-    format, target = (
-        (FORMATS | ADAPTER_FORMATS)[to],
-        target.resolve(),
-    )  # of a link, what it leads to is replaced
+    """Write a ``Checkpoint`` or an ``Adapter`` to ``target``, completely or not at all."""
+    format = (FORMATS | ADAPTER_FORMATS)[to]
+    target = target.resolve()  # a link stays, and the file that it leads to is replaced
     check_target(target, sources, overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
-    each, count = (
-        format.dtypes.get(format.stored_dtype(dtype) or ""),
-        count_parameters(content.config),
-    )
-    needed_bytes = (
-        int(each * count) if each and isinstance(content, Checkpoint) else size_bytes(content, None)
-    )
-    if needed_bytes > (free_bytes := shutil.disk_usage(target.parent).free):
-        space = f"{needed_bytes:,} bytes but {free_bytes:,} are free there"
+    needed_bytes = size_bytes(content, None)
+    bytes_each = format.dtypes.get(format.stored_dtype(dtype) or "")
+    if bytes_each and isinstance(content, Checkpoint):
+        needed_bytes = int(bytes_each * count_parameters(content.config))
+    free_bytes = shutil.disk_usage(target.parent).free
+    if needed_bytes > free_bytes:
         raise JllamaError(
-            f"{target} needs {space}: make room, or choose another destination or a smaller dtype"
+            f"{target} needs {needed_bytes:,} bytes but {free_bytes:,} are free there: "
+            "make room, or choose another destination or a smaller dtype"
         )
     with (
         written_whole(target) as partial,
-        progress(f"writing {target.name}", needed_bytes, of_bytes=True) as move,
+        progress(f"writing {target.name}", needed_bytes, of_bytes=True) as on_progress,
     ):
         if not format.is_file:
             partial.mkdir()
-        format.write(content, partial, jnp.dtype(dtype) if dtype in FLOATS else dtype, move)
+        format.write(content, partial, jnp.dtype(dtype) if dtype in FLOATS else dtype, on_progress)
 
 
 def _lies_in(path: Path, other: Path) -> bool:
-    """Whether a path is another one, which exists, or lies in it, whatever mount, link or spelling leads there."""
+    """Return whether a path is another one, which exists, or lies in it.
+
+    Mounts, links and spellings make no difference.
+    """
     path = path.resolve()
     return any(
         other.exists() and place.exists() and place.samefile(other)
@@ -411,10 +469,11 @@ def _lies_in(path: Path, other: Path) -> bool:
 
 
 def check_target(target: Path, sources: Sequence[Path], overwrite: bool) -> None:
-    """Refuse a target whose replacement would take away a source, or anything that is not a checkpoint's."""
+    """Raise an error if replacing a target would remove a source, or anything but a checkpoint."""
     if target in (Path.cwd(), *Path.cwd().parents):
         raise UsageError(
-            f"the target {target} is the folder you are in, or holds it: name a file or folder to make"
+            f"the target {target} is the folder you are in, "
+            "or holds it: name a file or folder to make"
         )
     put_back(target)
     refuse_special_files(target)
@@ -422,7 +481,8 @@ def check_target(target: Path, sources: Sequence[Path], overwrite: bool) -> None
         for own in (source, *source.glob("*")):
             if _lies_in(target, own) or _lies_in(own, target):
                 raise JllamaError(
-                    f"{target} is {source} itself, or holds or lies in it: choose another destination"
+                    f"{target} is {source} itself, or holds or lies in it: "
+                    "choose another destination"
                 )
     if not target.exists():
         return
@@ -430,10 +490,11 @@ def check_target(target: Path, sources: Sequence[Path], overwrite: bool) -> None
         raise JllamaError(
             f"{target} exists: choose another destination, or set overwrite to replace it"
         )
-    held = sorted(entry.name for entry in target.glob("*"))  # none of a file
-    others = [
-        name for name in held if not re.fullmatch(rf"\.?({_OF_CHECKPOINTS})(\.partial)?", name)
-    ]
-    if others or (held and not _recognized(target)):
-        what = f"{', '.join((others or held)[:5])}, more or less than a checkpoint"
-        raise JllamaError(f"{target} holds {what}, and stays as it is: choose another destination")
+    names = sorted(entry.name for entry in target.glob("*"))  # a file has none
+    pattern = rf"\.?({_FILES_OF_CHECKPOINTS})(\.partial)?"
+    others = [name for name in names if not re.fullmatch(pattern, name)]
+    if others or (names and not _recognize(target)):
+        raise JllamaError(
+            f"{target} holds {', '.join((others or names)[:5])}, more or less "
+            "than a checkpoint, and stays as it is: choose another destination"
+        )

@@ -1,7 +1,7 @@
 """jllama's own format: the folder of a run.
 
-``config.yaml`` holds the architecture under ``model``, ``checkpoints`` the saved steps (``run_checkpoints``), and
-``tokenizer.*`` stands beside them. A converted model is a run of step 0.
+``config.yaml`` has the architecture under ``model``, ``checkpoints`` has the saved steps
+(``run_checkpoints``), and ``tokenizer.*`` the tokenizer. A converted model is a run of step 0.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import yaml
 from flax.traverse_util import flatten_dict
 
 from jllama.checkpoints.adapters import Adapter
-from jllama.checkpoints.huggingface import read_text_files, write_chat_files
+from jllama.checkpoints.chat_files import read_text_files, write_chat_files
 from jllama.checkpoints.tensors import Checkpoint, OnProgress, TensorsOfParams, load_params
 from jllama.config import LlamaConfig, LoraConfig
 from jllama.errors import JllamaError
@@ -22,29 +22,31 @@ from jllama.files import fault_of, refuse_special_files, write_text_whole
 from jllama.lora import initial_adapter
 from jllama.model import abstract_params
 
-CONFIG, CHECKPOINTS, METRICS, SAMPLES = (
-    "config.yaml",
-    "checkpoints",
-    "metrics.jsonl",
-    "samples.jsonl",
-)
+CONFIG = "config.yaml"
+CHECKPOINTS = "checkpoints"
+METRICS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
 
 
 class RunConfig(NamedTuple):
-    """What a run's ``config.yaml`` holds: all of it as it stands there, and of that what describes the model."""
+    """The content of a run's ``config.yaml``."""
 
-    fields: dict[str, Any]
+    fields: dict[str, Any]  # all of it
     model: LlamaConfig
-    lora: LoraConfig  # of rank 0 if the run trains everything
+    lora: LoraConfig  # of rank 0 if the run trains all weights
 
 
 def recognizes(path: Path) -> bool:
-    """Whether this is the folder of a run."""
+    """Return whether a path is the folder of a run."""
     return (path / CONFIG).is_file()
 
 
 def read_config(folder: Path) -> RunConfig:
-    """Read a run's ``config.yaml``. If it cannot be read, or describes no model, that is a JllamaError."""
+    """Read a run's ``config.yaml``.
+
+    Raises:
+        JllamaError: It cannot be read, or does not describe a model.
+    """
     path = folder / CONFIG
     refuse_special_files(path)
     errors = (
@@ -58,57 +60,56 @@ def read_config(folder: Path) -> RunConfig:
     )
     with fault_of(f"{path} does not describe a model", *errors):
         fields = {**yaml.safe_load(path.read_text(encoding="utf-8"))}
-        model = LlamaConfig(**{**fields["model"]})  # ValueError: a number is too long to be printed
+        # This raises ValueError if a number is too long to be printed.
+        model = LlamaConfig(**{**fields["model"]})
         lora: Any = fields.get("lora", {})
         targets = tuple(lora.get("targets", LoraConfig.targets))  # YAML has lists
         return RunConfig(fields, model, LoraConfig(**lora | {"targets": targets}))
 
 
 def read(path: Path, step: int | None = None) -> Checkpoint:
-    """Open a checkpoint of a run: of the given step, or that of the lowest validation loss."""
+    """Open a checkpoint of a run: that of ``step``, or (None) of the lowest validation loss."""
     config = read_config(path).model
-    checkpoints, chosen = _opened(path, step)
-    return Checkpoint(
-        config, checkpoints.tensors(chosen, config), *read_text_files(path), step=chosen
-    )
+    checkpoints, step = _open_step(path, step)
+    tensors = checkpoints.tensors(step, config)
+    return Checkpoint(config, tensors, *read_text_files(path), step=step)
 
 
 def read_adapter(path: Path, config: LlamaConfig, step: int | None = None) -> Adapter:
-    """The adapter that a run has trained of a base with this architecture; the step is chosen as ``read`` does."""
+    """Read the adapter that a run trained on a base with the architecture ``config``.
+
+    ``step`` is as in ``read``.
+    """
     fields, _, lora = read_config(path)
     if not lora.rank:
         raise JllamaError(
             f"{path} is a run that trained no adapter: give it as the checkpoint itself"
         )
-    checkpoints, chosen = _opened(path, step)
+    checkpoints, step = _open_step(path, step)
     with fault_of(path / CONFIG):
         shapes = jax.eval_shape(
             lambda p: initial_adapter(jax.random.key(0), p, config, lora), abstract_params(config)
         )
-    params, _, meta = checkpoints.restore(chosen, shapes, None)
-    leaves = {
-        name: np.asarray(leaf) for name, leaf in flatten_dict(params["layers"], sep="/").items()
-    }
-    tensors = {
-        f"layers/{n}/{name}": stack[n].T
-        for name, stack in leaves.items()
-        for n in range(config.num_layers)
-    }
+    params, _, meta = checkpoints.restore(step, shapes, None)
+    tensors = {}
+    for name, leaf in flatten_dict(params["layers"], sep="/").items():
+        for layer, matrix in enumerate(np.asarray(leaf)):
+            tensors[f"layers/{layer}/{name}"] = matrix.T
+    base = str(fields.get("init_from", ""))
     fingerprint = str(meta.get("base_fingerprint") or "")
-    return Adapter(
-        lora, tensors, config, path, str(fields.get("init_from", "")), fingerprint, chosen
-    )
+    return Adapter(lora, tensors, config, path, base, fingerprint, step)
 
 
-def _opened(path: Path, step: int | None) -> tuple[Any, int]:
-    from jllama.checkpoints.run_checkpoints import (
-        RunCheckpoints,
-    )  # not at the top: orbax takes half a second
+def _open_step(path: Path, step: int | None) -> tuple[Any, int]:
+    """Open the checkpoints of a run and choose a step, as ``read`` does."""
+    # Not at the top: importing orbax takes half a second.
+    from jllama.checkpoints.run_checkpoints import RunCheckpoints
 
     if not (path / CHECKPOINTS).is_dir():
         raise JllamaError(f"{path} holds no checkpoint yet: it has no {CHECKPOINTS} folder")
     checkpoints = RunCheckpoints(path / CHECKPOINTS, read_only=True)
-    if not (steps := checkpoints.steps()):
+    steps = checkpoints.steps()
+    if not steps:
         raise JllamaError(f"{path / CHECKPOINTS} holds no finished checkpoint")
     chosen = checkpoints.best_step() if step is None else step
     if chosen not in steps:
@@ -119,25 +120,22 @@ def _opened(path: Path, step: int | None) -> tuple[Any, int]:
 
 
 def write(
-    checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_progress: OnProgress
+    checkpoint: Checkpoint, target: Path, dtype: np.dtype | None, on_progress: OnProgress
 ) -> None:
-    """Write a model as a run of step 0 into a folder: enough to sample from it and to train it on."""
+    """Write a model as a run of step 0 into a folder, to sample from it or to train it further."""
     from jllama.checkpoints.run_checkpoints import RunCheckpoints
 
-    held = checkpoint.tensors
-    params = (
-        held.params if isinstance(held, TensorsOfParams) else None
-    )  # in this layout they are saved as they are
+    # Parameters in the training layout are saved as they are, unless their dtype changes.
+    tensors = checkpoint.tensors
+    params = tensors.params if isinstance(tensors, TensorsOfParams) else None
     if not isinstance(params, dict) or any(
         leaf.dtype != (dtype or leaf.dtype) for leaf in jax.tree.leaves(params)
     ):
         params = load_params(
             checkpoint, dtype, on_progress=lambda num_bytes: on_progress(num_bytes // 2)
         )
-    write_text_whole(
-        target / CONFIG,
-        yaml.safe_dump({"model": dataclasses.asdict(checkpoint.config)}, sort_keys=False),
-    )
+    fields = {"model": dataclasses.asdict(checkpoint.config)}
+    write_text_whole(target / CONFIG, yaml.safe_dump(fields, sort_keys=False))
     if checkpoint.tokenizer is not None:
         checkpoint.tokenizer.save(target)
     write_chat_files(target, checkpoint.chat_template, checkpoint.stop_ids)

@@ -1,7 +1,8 @@
-"""The checkpoints of a run: one folder a saved step. The one place that knows orbax.
+"""The checkpoints of a run: one folder for each saved step. Only this module uses orbax.
 
-Each folder is whole or absent: orbax writes it beside and renames it at the end, and one that is no longer needed is
-renamed before it is deleted, so a process may be killed at any moment.
+Each folder is complete or absent, so that a process may be killed at any moment: orbax writes it
+under another name and renames it at the end, and renames one that is no longer needed before it is
+deleted.
 """
 
 import contextlib
@@ -31,14 +32,21 @@ from jllama.parameters import Params, TensorSpec, as_matrix, parameter_table, te
 _CHUNK_BYTES = 64 << 20  # a chunk is always read whole
 _CHUNKED = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES)
 _BY_LAYER = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=(0,))
-_UNWANTED = "unwanted"  # where checkpoints wait to be deleted: half of one must not be taken for a whole one
+# Where checkpoints wait to be deleted: a partly deleted one must not look complete.
+_UNWANTED = "unwanted"
 
 
 class RunCheckpoints:
-    """The checkpoints of one run, in a folder. Saving goes on in the background; its errors surface at the next call.
+    """The checkpoints of one run, in a folder.
 
-    The ``keep_last`` latest are kept, besides the best by validation loss. ``read_only`` never writes or cleans up.
-    Arrays are copied to be cut by layer: ``copied_gb`` of them at once, which must hold the largest (None: all).
+    Saving continues in the background; its errors are raised by the next call.
+
+    Args:
+        folder: The folder.
+        keep_last: How many of the latest checkpoints to keep, besides the best by validation loss.
+        read_only: Never write or clean up.
+        copied_gb: The gigabytes of arrays to copy at a time, in order to split them by layer; at
+            least the largest array. None copies all at once.
     """
 
     def __init__(
@@ -53,23 +61,24 @@ class RunCheckpoints:
         if not read_only:
             self._sweep()
         limits: Any = {"use_compression": False, "save_concurrent_gb": copied_gb}
-        params, state = (ocp.PyTreeCheckpointHandler(**limits) for _ in range(2))
-        handlers = {"params": params, "state": state, "meta": ocp.JsonCheckpointHandler()}
+        handlers = {
+            "params": ocp.PyTreeCheckpointHandler(**limits),
+            "state": ocp.PyTreeCheckpointHandler(**limits),
+            "meta": ocp.JsonCheckpointHandler(),
+        }
         latest = checkpoint_managers.LatestN(keep_last)
         loss = operator.itemgetter("validation_loss")
         best = checkpoint_managers.BestN(
             get_metric_fn=loss, reverse=True, n=1, keep_checkpoints_without_metrics=False
         )
-        reading: Json = {"read_only": True, "create": False, "save_interval_steps": 0}
+        access: Json = {"cleanup_tmp_directories": True, "todelete_subdir": _UNWANTED}
+        if read_only:
+            access = {"read_only": True, "create": False, "save_interval_steps": 0}
         options = ocp.CheckpointManagerOptions(
             best_fn=loss,
             best_mode="min",
             preservation_policy=checkpoint_managers.AnyPreservationPolicy([latest, best]),
-            **(
-                reading
-                if read_only
-                else {"cleanup_tmp_directories": True, "todelete_subdir": _UNWANTED}
-            ),
+            **access,
         )
         with _reading(self.folder):
             refuse_special_files(*_files_below(self.folder))
@@ -78,11 +87,11 @@ class RunCheckpoints:
             )
 
     def steps(self) -> list[int]:
-        """The steps that are saved whole, oldest first."""
+        """Return the steps that are saved completely, oldest first."""
         return sorted(self._manager.all_steps())
 
     def best_step(self) -> int | None:
-        """The saved step with the lowest validation loss; the last one if none was evaluated."""
+        """Return the saved step with the lowest validation loss; the last if none was evaluated."""
         with _reading(self.folder):
             best = self._manager.best_step()
             return self._manager.latest_step() if best is None else best
@@ -90,10 +99,13 @@ class RunCheckpoints:
     def save(
         self, step: int, params: Params, state: Any, meta: Json, validation_loss: float | None
     ) -> None:
-        """Begin to save; the arrays are copied first, so they may be donated as soon as this returns.
+        """Begin to save; the arrays are copied first, so they may be donated afterwards.
 
-        ``state`` is the rest of what training needs; None for a model that is not being trained. If this or the save
-        before failed, for a full disk say, that is a JllamaError, and earlier checkpoints stay.
+        ``state`` is the rest of a training's state; None for a model that is not being trained.
+
+        Raises:
+            JllamaError: This or the previous save failed, because the disk is full, say. Earlier
+                checkpoints stay.
         """
         self.wait()
         chunks = jax.tree.map(lambda _: _CHUNKED, params)
@@ -108,7 +120,7 @@ class RunCheckpoints:
             raise self._save_error(error) from error
 
     def wait(self) -> None:
-        """Wait until everything begun is on disk. Raises ``JllamaError`` if it could not be written."""
+        """Wait until the save is on disk; ``JllamaError`` if it could not be written."""
         try:
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
@@ -121,17 +133,24 @@ class RunCheckpoints:
             shutil.rmtree(self.folder / _UNWANTED, ignore_errors=True)
 
     def restore(self, step: int, params: Params, state: Any) -> tuple[Params, Any, Json]:
-        """The saved parameters, training state (None: left out) and metadata of a step, placed as the shapes say.
+        """Read the parameters, training state and metadata of a step.
 
-        If the files are damaged, or the arrays are not the ones expected, a JllamaError lists what differs.
+        ``params`` and ``state`` have the expected shapes, dtypes and shardings. If ``state`` is
+        None, it is not read.
+
+        Raises:
+            JllamaError: Files are damaged, or arrays differ from the expected ones; these are
+                listed.
         """
         with _reading(self.folder / str(step)):
-            expected = {"params": params} | ({} if state is None else {"state": state})
+            expected = {"params": params}
+            if state is not None:
+                expected["state"] = state
             self._check(step, expected)
             metadata = self._manager.item_metadata(step)
             arrays = {}
             for name, shapes in expected.items():
-                # In the structure that was saved: other versions have had other nodes without arrays.
+                # Use the structure that was saved: other versions had other nodes without arrays.
                 item = _with_leaves(metadata[name].tree, shapes)
                 placed = ocp.checkpoint_utils.construct_restore_args(item)
                 arrays[name] = ocp.args.PyTreeRestore(item, placed)
@@ -144,36 +163,35 @@ class RunCheckpoints:
         return trees["params"], trees.get("state"), restored["meta"]
 
     def tensors(self, step: int, config: LlamaConfig) -> dict[str, FileTensor]:
-        """The saved parameters of a step as tensors by ``TensorSpec.key``, not read yet.
+        """Return the saved parameters of a step as tensors by ``TensorSpec.key``, not read yet.
 
-        Raises as ``restore`` does, but for dtypes; reading a tensor, too, raises ``JllamaError``.
+        Errors are those of ``restore``, except for dtypes. Reading a tensor may raise them, too.
         """
         source = self.folder / str(step)
         with _reading(source):
             self._check(step, {"params": abstract_params(config)}, dtypes=False)
             stores = {}
-            for path in parameter_table(
-                config
-            ):  # in tensorstore's zarr format, by the path with dots
+            for path in parameter_table(config):
                 store = {
                     "driver": "ocdbt",
                     "base": f"file://{source}/params/",
                     "path": f"{path.replace('/', '.')}/",
                 }
-                stores[path] = tensorstore.open(
-                    {"driver": "zarr", "kvstore": store}, read=True
-                ).result()
+                array = {"driver": "zarr", "kvstore": store}
+                stores[path] = tensorstore.open(array, read=True).result()
         return {
             spec.key: _stored_tensor(spec, stores[spec.path], source)
             for spec in tensor_specs(config)
         }
 
     def _check(self, step: int, expected: Json, *, dtypes: bool = True) -> None:
-        """Refuse another model's arrays (by item), and JSON, nested too deep, that orbax would crash on."""
+        """Raise ``JllamaError`` for another model's arrays, or JSON that orbax would crash on.
+
+        That is JSON nested too deeply.
+        """
         for path in _files_below(self.folder / str(step)):
-            if (
-                not path.suffix and path.parent.name != "d"
-            ):  # the arrays are in folders of that name
+            is_array = path.parent.name == "d"
+            if not path.suffix and not is_array:
                 read_json_object(path)
         metadata = self._manager.item_metadata(step)
         saved = _shapes({item: metadata[item].tree for item in expected}, dtypes)
@@ -182,30 +200,29 @@ class RunCheckpoints:
             kind = "of another model"
             if "params/" not in problems:
                 kind = (
-                    "of another version, whose optimizer kept another state: "
+                    "of another version, whose optimizer has another state: "
                     "begin a new run from its weights, with init_from"
                 )
             raise JllamaError(f"the checkpoint {self.folder / str(step)} is {kind} ({problems})")
 
     def _save_error(self, error: Exception) -> JllamaError:
-        kept = self.steps()
-        last = (
-            f"the last good checkpoint is step {kept[-1]}"
-            if kept
-            else "there is no earlier checkpoint"
-        )
+        steps = self.steps()
+        last = "there is no earlier checkpoint"
+        if steps:
+            last = f"the last good checkpoint is step {steps[-1]}"
         return JllamaError(
             f"could not save a checkpoint in {self.folder} ({_reason(error)}); {last}"
         )
 
 
 def _files_below(folder: Path) -> list[Path]:
-    """Every file in a folder and in the folders in it, as far as they do not vanish meanwhile."""
+    """Return every file in a folder and its subfolders; files may vanish meanwhile."""
     return [Path(parent, name) for parent, _, names in os.walk(folder) for name in names]
 
 
 @contextlib.contextmanager
 def _reading(source: Path) -> Iterator[None]:
+    """Turn any error inside into a ``JllamaError`` that names the checkpoint."""
     try:
         yield
     except JllamaError:
@@ -218,15 +235,19 @@ def _reading(source: Path) -> Iterator[None]:
 
 
 def _stored_tensor(spec: TensorSpec, store: Any, source: Path) -> LazyTensor:
-    """One layer's share of an array that orbax wrote, read by rows: orbax itself would hold every array twice."""
-    row, sizes = spec.parameter, dict(zip(spec.parameter.axes, store.shape, strict=True))
+    """Return one layer's part of an array that orbax wrote, read by rows.
+
+    orbax itself would have every array in memory twice.
+    """
+    row = spec.parameter
+    sizes = dict(zip(row.axes, store.shape, strict=True))
     chunk = dict(zip(row.axes, store.chunk_layout.read_chunk.shape, strict=True))
     inner = math.prod(sizes[axis] for axis in row.outputs[1:])
     whole_inputs = all(chunk[axis] >= sizes[axis] for axis in row.inputs)
 
     def read(rows: slice) -> np.ndarray:
-        first, last = rows.start // inner, -(-rows.stop // inner)
-        parts = {"layers": spec.layer, row.outputs[0]: slice(first, last)}
+        first = rows.start // inner
+        parts = {"layers": spec.layer, row.outputs[0]: slice(first, -(-rows.stop // inner))}
         with _reading(source):
             array = store[tuple(parts.get(axis, slice(None)) for axis in row.axes)].read().result()
         return as_matrix(row, array)[rows.start - first * inner : rows.stop - first * inner]
@@ -236,7 +257,10 @@ def _stored_tensor(spec: TensorSpec, store: Any, source: Path) -> LazyTensor:
 
 
 def _reason(error: Exception) -> str:
-    """An error of orbax or tensorstore in a few words; the latter tells the whole way there before the reason."""
+    """Describe an error of orbax or tensorstore in a few words.
+
+    tensorstore's message has the whole path to the fault before the reason.
+    """
     lines = str(error).strip().splitlines()
     reason = lines[0] if lines else type(error).__name__
     system = re.search(r": ([^:]+) \[(?:os_error_code|tensorstore_spec)", reason)
@@ -244,20 +268,20 @@ def _reason(error: Exception) -> str:
 
 
 def _by_path(tree: Any) -> dict[str, Any]:
-    """Every array of a tree, with tuples and named tuples told apart by position or name alone."""
+    """Return every array of a tree by its path: of keys, positions, and names in named tuples."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     keyed = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
     return {path: leaf for path, leaf in keyed.items() if hasattr(leaf, "shape")}
 
 
 def _with_leaves(tree: Any, other: Any) -> Any:
-    """The structure of a tree with the arrays that another has at the same paths."""
+    """Return a tree of the same structure, with the arrays of another tree at the same paths."""
     by_path = _by_path(other)
     return jax.tree.unflatten(jax.tree.structure(tree), [by_path[path] for path in _by_path(tree)])
 
 
 def _shapes(tree: Any, dtypes: bool) -> dict[str, str]:
-    """``path -> dtype[shape]`` of every array."""
+    """Return ``dtype[shape]`` of every array, by its path."""
     return {
         path: f"{leaf.dtype if dtypes else ''}{list(leaf.shape)}"
         for path, leaf in _by_path(tree).items()

@@ -1,7 +1,7 @@
-"""Files of the safetensors format: a length, a JSON header, and the tensors' bytes one after the other.
+"""Safetensors files: a length, a JSON header, and the tensors' bytes one after the other.
 
-Source: https://github.com/huggingface/safetensors, "Format". The library checks a file; it is mapped and written here,
-because the library has no bfloat16 for NumPy and writes only from memory.
+The library checks a file. Files are mapped and written here, because the library has no bfloat16
+for NumPy and writes only from memory. Source: https://github.com/huggingface/safetensors, "Format".
 """
 
 import json
@@ -24,32 +24,38 @@ DTYPES = {
     "F16": np.dtype("f2"),
     "BF16": np.dtype(jnp.bfloat16),
 }
-"""By the format's names for them; its other dtypes hold no weights of a Llama as they are."""
+"""Dtypes by their names in the format; its other dtypes do not hold plain weights of a Llama."""
 
 
 def read_safetensors(path: Path) -> dict[str, np.ndarray]:
     """Read the tensors of a file by name, each a read-only view of the mapped file.
 
-    One that is cut short or too long, or has a tensor of another dtype than ``DTYPES``, raises JllamaError.
+    Raises:
+        JllamaError: The file is cut short or too long, or has a tensor of a dtype not in
+            ``DTYPES``.
     """
-    tensors, damaged = {}, f"{path} is cut short, damaged or no safetensors file"
+    tensors = {}
+    damaged = f"{path} is cut short, damaged or not a safetensors file"
     with (
         fault_of(f"{path} cannot be read", OSError),
         fault_of(damaged, ValueError, safetensors.SafetensorError),
     ):
         mapped = np.memmap(path, np.uint8, "r").view(np.ndarray)
+        # Opening checks the header, and that the tensors fill the file.
         with safetensors.safe_open(path, "np"):
-            pass  # it has checked the header, and that the tensors are all of the file
+            pass
         begin = 8 + int.from_bytes(mapped[:8].tobytes(), "little")
         header = json.loads(mapped[8:begin].tobytes())
         header.pop("__metadata__", None)
         for name, entry in header.items():
-            dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+            dtype = entry["dtype"]
             if dtype not in DTYPES:
                 raise JllamaError(
                     f"{path} holds {name} as {dtype}; jllama reads {', '.join(DTYPES)}"
                 )
-            tensors[name] = mapped[begin + start : begin + stop].view(DTYPES[dtype]).reshape(shape)
+            start, stop = entry["data_offsets"]
+            data = mapped[begin + start : begin + stop]
+            tensors[name] = data.view(DTYPES[dtype]).reshape(entry["shape"])
     return tensors
 
 
@@ -59,16 +65,17 @@ def write_safetensors(
     on_progress: OnProgress,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write tensors, each under its name and in its dtype (one of ``DTYPES``), a block of rows at a time.
+    """Write tensors under their names, each in its dtype, one of ``DTYPES``, by blocks of rows.
 
-    The wider dtypes come first, as the library has them, so that every tensor is aligned.
+    Wider dtypes come first, as in the library, so that every tensor is aligned.
     """
     codes = {dtype: code for code, dtype in DTYPES.items()}
     ordered = sorted(tensors, key=lambda item: -item[2].itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     for name, tensor, dtype in ordered:
-        start, end = end, end + math.prod(tensor.shape) * dtype.itemsize
+        start = end
+        end += math.prod(tensor.shape) * dtype.itemsize
         header[name] = {
             "dtype": codes[dtype],
             "shape": list(tensor.shape),

@@ -1,6 +1,7 @@
-"""What every file format shares: tensors that are read a block of rows at a time, and a checkpoint made of them.
+"""Tensors of files, which are read a block of rows at a time, and the checkpoint that they form.
 
-Files are mapped into memory: a checkpoint is opened at once, whatever its size, and only what is asked for is read.
+All file formats share this module. Files are mapped into memory: opening a checkpoint takes no
+time, whatever its size, and only the requested rows are read.
 """
 
 import concurrent.futures
@@ -9,9 +10,9 @@ import functools
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,124 +44,129 @@ BLOCK_BYTES = 16 << 20
 _TILE = 256
 _THREADS = min(4, os.cpu_count() or 1)
 
-Dtype = np.dtype[Any] | type
-OnProgress = Callable[
-    [int], None
-]  # is called with the number of bytes read or written since the last call
+Dtype = np.dtype | type
+OnProgress = Callable[[int], None]
+"""Receives the number of bytes that were read or written since the last call."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LazyTensor:
-    """A matrix ``[outputs, inputs]`` or a vector that has to be worked out as its rows are read."""
+    """A matrix ``[outputs, inputs]`` or a vector whose rows are computed when they are read."""
 
     shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    read: Callable[[slice], np.ndarray]  # start and stop are given, and the step is 1
-    rows_at_once: int = 1  # how many are stored together: fewer cost as much to read
-    stored: np.ndarray | None = None  # all that it is made of, if that is an array
-    quantized: str = ""  # GGML's type of that array
+    dtype: np.dtype
+    read: Callable[[slice], np.ndarray]  # takes a slice with start and stop, of step 1
+    rows_at_once: int = 1  # rows that are stored together: reading fewer costs as much
+    stored: np.ndarray | None = None  # what it is computed from, if that is one array
+    quantized: str = ""  # GGML's type of ``stored``; empty if it is not quantized
 
     def __getitem__(self, rows: slice, /) -> np.ndarray:
         return self.read(rows)
 
 
 FileTensor = np.ndarray | LazyTensor  # read by rows; an array may be a memory map
-NamedTensor = tuple[str, FileTensor, np.dtype[Any]]  # to write, under its name and in its dtype
+NamedTensor = tuple[str, FileTensor, np.dtype]  # to write: name, tensor, dtype in the file
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A model on disk (or about to be), in no format's terms; its fields are those of ``LanguageModel``."""
+    """A model on disk, or one to be written, of any format; fields as in ``LanguageModel``."""
 
     config: LlamaConfig
-    tensors: Mapping[
-        str, FileTensor
-    ]  # by TensorSpec.key, each of TensorSpec.shape, rotary channels half-split
+    # By TensorSpec.key, each of TensorSpec.shape, with rotary channels half-split.
+    tensors: Mapping[str, FileTensor]
     tokenizer: Tokenizer | None = None
     chat_template: str | None = None
-    stop_ids: tuple[int, ...] = ()  # empty if the files do not say
+    stop_ids: tuple[int, ...] = ()  # empty if the files have none
     step: int | None = None
     adapter: Any = None  # the ``Adapter`` that was merged last, if any
 
 
 def permuted(tensor: FileTensor, head_dim: int, to_half_split: bool) -> LazyTensor:
-    """A rotary matrix with the rows of each head reordered: from interleaved pairs to half-split, or back."""
-    pairs = (head_dim // 2, 2) if to_half_split else (2, head_dim // 2)
+    """Reorder the rows of each head of a rotary matrix, as they are read.
+
+    From interleaved pairs of channels to half-split ones, or (``to_half_split`` False) back.
+    """
+    half = head_dim // 2
+    pairs = (half, 2) if to_half_split else (2, half)
 
     def read(rows: slice) -> np.ndarray:
-        """The rows asked for: whole heads are read, reordered and cut."""
-        first, last = rows.start // head_dim * head_dim, -(-rows.stop // head_dim) * head_dim
+        """Read the heads that the rows belong to, reorder them, and cut out the rows."""
+        first = rows.start // head_dim * head_dim
+        last = -(-rows.stop // head_dim) * head_dim
         heads = tensor[first:last].reshape(-1, *pairs, tensor.shape[1])
-        return heads.swapaxes(1, 2).reshape(-1, tensor.shape[1])[
-            rows.start - first : rows.stop - first
-        ]
+        whole = heads.swapaxes(1, 2).reshape(-1, tensor.shape[1])
+        return whole[rows.start - first : rows.stop - first]
 
     if isinstance(tensor, LazyTensor):
-        return dataclasses.replace(
-            tensor, read=read, rows_at_once=math.lcm(head_dim, tensor.rows_at_once)
-        )
+        rows_at_once = math.lcm(head_dim, tensor.rows_at_once)
+        return dataclasses.replace(tensor, read=read, rows_at_once=rows_at_once)
     return LazyTensor(tensor.shape, tensor.dtype, read, head_dim, tensor)
 
 
-def rows_behind_rows(tensors: Sequence[FileTensor]) -> LazyTensor:
-    """Matrices of the same inputs as one, the rows of each behind those of the one before."""
+def concatenate_rows(tensors: Sequence[FileTensor]) -> LazyTensor:
+    """Join matrices with the same inputs to one, the rows of each behind those before it."""
 
     def read(rows: slice) -> np.ndarray:
-        """The rows asked for, of each tensor that has some."""
         parts = []
-        start = 0
+        start = 0  # the first row of this tensor in the joined matrix
         for tensor in tensors:
-            first, last = (
-                min(max(bound - start, 0), tensor.shape[0]) for bound in (rows.start, rows.stop)
-            )
+            num_rows = tensor.shape[0]
+            first = min(max(rows.start - start, 0), num_rows)
+            last = min(max(rows.stop - start, 0), num_rows)
             if first < last or rows.start == rows.stop:
                 parts.append(tensor[first:last])
-            start += tensor.shape[0]
+            start += num_rows
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     shape = sum(tensor.shape[0] for tensor in tensors), *tensors[0].shape[1:]
     dtype = functools.reduce(jnp.promote_types, [tensor.dtype for tensor in tensors])
-    return LazyTensor(
-        shape, dtype, read, math.lcm(*(getattr(tensor, "rows_at_once", 1) for tensor in tensors))
-    )
+    rows_at_once = math.lcm(*(getattr(tensor, "rows_at_once", 1) for tensor in tensors))
+    return LazyTensor(shape, dtype, read, rows_at_once)
 
 
-def reordered(
+def reorder_rotary(
     spec: TensorSpec, tensor: FileTensor, config: LlamaConfig, to_half_split: bool
 ) -> FileTensor:
-    """A tensor of ``Checkpoint`` as formats with interleaved rotary pairs have it, or (``to_half_split``) back."""
+    """Convert a tensor to or from formats in which rotary channels are interleaved pairs.
+
+    ``to_half_split`` converts from the format to ``Checkpoint``. A tensor that is not rotary is
+    returned unchanged.
+    """
     return permuted(tensor, config.head_dim, to_half_split) if spec.parameter.rotary else tensor
 
 
 def blocks(tensor: FileTensor, dtype: Dtype) -> Iterator[np.ndarray]:
-    """A tensor's rows from first to last, contiguous and in ``dtype``, in blocks of about ``BLOCK_BYTES``.
+    """Yield a tensor's rows in order, as contiguous blocks of about ``BLOCK_BYTES`` in ``dtype``.
 
-    A number too large for the dtype (float16 ends at 65,504) raises JllamaError.
+    Raises:
+        JllamaError: A number is too large for the dtype (float16 ends at 65,504).
     """
-    for _, block in _row_blocks(tensor, slice(0, tensor.shape[0]), dtype):
+    for _, block in _read_blocks(tensor, slice(0, tensor.shape[0]), dtype):
         yield np.ascontiguousarray(block)
 
 
-def _row_blocks(
+def _read_blocks(
     tensor: FileTensor, rows: slice, dtype: Dtype
 ) -> Iterator[tuple[slice, np.ndarray]]:
-    """Some rows in blocks, each with where it is: of a multiple of those that are stored or permuted together."""
+    """Yield some rows in blocks, each with its slice; groups of ``rows_at_once`` stay whole."""
     multiple = getattr(tensor, "rows_at_once", 1)
-    step = multiple * max(1, BLOCK_BYTES // (4 * math.prod(tensor.shape[1:])) // multiple)
+    rows_per_block = BLOCK_BYTES // (4 * math.prod(tensor.shape[1:]))
+    step = multiple * max(1, rows_per_block // multiple)
     for start in range(rows.start, rows.stop, step):
-        here = slice(start, min(start + step, rows.stop))
+        place = slice(start, min(start + step, rows.stop))
         try:
             with np.errstate(over="raise"):
-                block = tensor[here].astype(dtype, copy=False)
+                block = tensor[place].astype(dtype, copy=False)
         except FloatingPointError as error:
             raise JllamaError(
-                f"a weight is too large for {np.dtype(dtype).name}: take bfloat16 or float32"
+                f"a weight is too large for {np.dtype(dtype).name}: choose bfloat16 or float32"
             ) from error
-        yield here, block
+        yield place, block
 
 
-def same_bits(tensor: FileTensor, other: FileTensor) -> bool:
-    """Whether two tensors are equal in shape, dtype and every bit."""
+def have_same_bits(tensor: FileTensor, other: FileTensor) -> bool:
+    """Return whether two tensors are equal in shape, dtype and every bit."""
     if tensor.shape != other.shape or tensor.dtype != other.dtype:
         return False
     pairs = zip(blocks(tensor, tensor.dtype), blocks(other, other.dtype), strict=True)
@@ -168,41 +174,44 @@ def same_bits(tensor: FileTensor, other: FileTensor) -> bool:
 
 
 def differences(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
-    """What two mappings do not have in common, in words; empty if they are equal."""
-    keys = [key for key in {**expected, **actual} if actual.get(key) != expected.get(key)]
+    """Describe the entries in which two mappings differ; empty if they are equal."""
     return "; ".join(
         f"{key} is {actual.get(key, 'absent')}, expected {expected.get(key, 'none')}"
-        for key in keys
+        for key in {**expected, **actual}
+        if actual.get(key) != expected.get(key)
     )
 
 
-def matched(
+def match_tensors(
     tensors: Mapping[str, FileTensor], config: LlamaConfig, file_format: NamedFormat, source: Path
 ) -> dict[str, FileTensor]:
-    """The tensors of a file as ``Checkpoint`` has them: by ``TensorSpec.key``, rotary channels half-split.
+    """Return a file's tensors by ``TensorSpec.key``, with rotary channels half-split.
 
-    All that are missing, not of this model, or of another shape are listed in a JllamaError.
+    Raises:
+        JllamaError: A tensor is missing, not of this model, or of another shape; all are listed.
     """
     if config.num_layers > len(tensors):
         raise JllamaError(
-            f"{source} says it has {config.num_layers} layers, but holds {len(tensors)} tensors in all"
+            f"{source} says it has {config.num_layers} layers, "
+            f"but holds {len(tensors)} tensors in all"
         )
     specs = {spec.name(file_format): spec for spec in tensor_specs(config)}
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-    if problems := differences(shapes, {name: list(spec.shape) for name, spec in specs.items()}):
+    problems = differences(shapes, {name: list(spec.shape) for name, spec in specs.items()})
+    if problems:
         raise JllamaError(
             f"{source} does not hold the model that its configuration describes: {problems}"
         )
     if file_format == "huggingface":
         return {spec.key: tensors[name] for name, spec in specs.items()}
     return {
-        spec.key: reordered(spec, tensors[name], config, to_half_split=True)
+        spec.key: reorder_rotary(spec, tensors[name], config, to_half_split=True)
         for name, spec in specs.items()
     }
 
 
 def size_bytes(checkpoint: Checkpoint | Any, dtype: Dtype | None) -> int:
-    """The bytes of all tensors, in ``dtype`` or (None) each in its own."""
+    """Return the bytes of all tensors, in ``dtype`` or (None) each in its own dtype."""
     tensors = checkpoint.tensors.values()
     return sum(
         math.prod(tensor.shape) * np.dtype(dtype or tensor.dtype).itemsize for tensor in tensors
@@ -210,16 +219,21 @@ def size_bytes(checkpoint: Checkpoint | Any, dtype: Dtype | None) -> int:
 
 
 def base_fingerprint(checkpoint: Checkpoint) -> str:
-    """What adapters know their base by: SHA-256 of its norms, and after a colon of its matrices' first rows, each
-    rounded to bfloat16, in the order of ``tensor_specs``. Matrices that were rounded otherwise (float16, or GGUF's
-    quantized types) are left out: then the norms speak alone.
+    """Compute the hash by which an adapter recognizes its base: ``norms:rows``, each SHA-256.
+
+    ``norms`` hashes all norms, ``rows`` the first row of every matrix, rounded to bfloat16, in
+    the order of ``tensor_specs``. Matrices that were rounded otherwise (float16, or
+    GGUF's quantized types) are left out: then the fingerprint is ``norms`` alone.
     """
-    norms, rows = hashlib.sha256(), hashlib.sha256()
+    norms = hashlib.sha256()
+    rows = hashlib.sha256()
     for spec in tensor_specs(checkpoint.config):
-        digest, end = (rows, 1) if spec.parameter.inputs else (norms, spec.shape[0])
-        digest.update(checkpoint.tensors[spec.key][0:end].astype(jnp.bfloat16).tobytes())
-    tensors = checkpoint.tensors.values()
-    is_rounded = any(each.dtype == np.float16 or getattr(each, "quantized", "") for each in tensors)
+        digest, num_rows = (rows, 1) if spec.parameter.inputs else (norms, spec.shape[0])
+        digest.update(checkpoint.tensors[spec.key][0:num_rows].astype(jnp.bfloat16).tobytes())
+    is_rounded = any(
+        tensor.dtype == np.float16 or getattr(tensor, "quantized", "")
+        for tensor in checkpoint.tensors.values()
+    )
     return norms.hexdigest() if is_rounded else f"{norms.hexdigest()}:{rows.hexdigest()}"
 
 
@@ -231,55 +245,81 @@ def load_params(
     rules: Mapping[str, Sequence[str]] = RULES,
     held: Callable[[str, Any], Any] = lambda path, stack: stack,
 ) -> Params:
-    """Read a checkpoint's parameters into the training layout, layers stacked, straight onto their devices.
+    """Read parameters into the training layout, layers stacked, straight onto their devices.
 
-    Each device gets its slice, and a process reads no more than the slices of its own devices. ``dtype`` None keeps
-    each parameter's own, ``mesh`` None puts all on the first device, and ``on_progress`` counts bytes in ``dtype``. An
-    axis that does not divide over the mesh raises UsageError. ``held(path, stack)`` says what takes the place of each
-    before the next is read, the largest first, so that a device has one at a time as it was read.
+    Each device gets its slice, and a process reads no more than the slices of its own devices.
+
+    Args:
+        checkpoint: The checkpoint to read.
+        dtype: Dtype of all parameters; None keeps each parameter's own.
+        mesh: Splits the parameters over devices; None puts them on the first device.
+        on_progress: Receives the bytes read, counted in ``dtype``.
+        rules: The mesh axes that each parameter axis may be split over.
+        held: ``held(path, stack)`` returns the replacement of each parameter. It is called before
+            the next parameter is read, the largest first, so that a device holds one at a time as
+            it was read.
+
+    Raises:
+        UsageError: An axis does not divide over the mesh.
     """
-    config, tensors, dtypes = (
-        checkpoint.config,
-        checkpoint.tensors,
-        _dtypes(checkpoint, dtype, mesh, rules),
-    )
+    config = checkpoint.config
+    dtypes = _parameter_dtypes(checkpoint, dtype, mesh, rules)
     table = parameter_table(config)
-
-    def fill(path: str, slices: list[slice], out: np.ndarray) -> None:
-        """Read a part of a parameter from the tensors of its layers."""
-        row = table[path]
-        sizes = axis_sizes(row, config)
-        bounds = dict(zip(row.axes, slices, strict=True))
-        part = []
-        for first, *others in filter(
-            None, (row.outputs, row.inputs)
-        ):  # joined axes, of which the first alone is cut
-            inner = math.prod(sizes[axis] for axis in others)
-            part.append(slice(bounds[first].start * inner, bounds[first].stop * inner))
-        specs = [spec for spec in tensor_specs(config) if spec.path == path][
-            bounds.get("layers", slice(None))
-        ]
-        matrices = [as_matrix(row, layer) for layer in (out if row.axes[0] == "layers" else [out])]
-        list(
-            threads.map(
-                lambda spec, matrix: _read(tensors[spec.key], part, matrix, on_progress),
-                specs,
-                matrices,
-            )
-        )
-
+    shapes = {path: shape_of(row, config) for path, row in table.items()}
     arrays = dict.fromkeys(table)
-    with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
-        for path in sorted(table, key=lambda path: -math.prod(shape_of(table[path], config))):
-            row = table[path]
-            own_devices = SingleDeviceSharding(jax.devices()[0])
-            sharding = (
-                NamedSharding(mesh, row_spec(mesh, row, config, rules)) if mesh else own_devices
-            )
-            part = functools.partial(fill, path)
-            arrays[path] = held(path, _filled(shape_of(row, config), dtypes[path], sharding, part))
-            jax.block_until_ready(arrays[path])
+    for path in sorted(table, key=lambda path: -math.prod(shapes[path])):
+        sharding: Sharding = SingleDeviceSharding(jax.devices()[0])
+        if mesh:
+            sharding = NamedSharding(mesh, row_spec(mesh, table[path], config, rules))
+        fill = functools.partial(_fill_stack, path, checkpoint, on_progress)
+        arrays[path] = held(path, _make_array(shapes[path], dtypes[path], sharding, fill))
+        jax.block_until_ready(arrays[path])
     return unflatten_dict(arrays, sep="/")
+
+
+def _fill_stack(
+    path: str,
+    checkpoint: Checkpoint,
+    on_progress: OnProgress,
+    slices: list[slice],
+    out: np.ndarray,
+) -> None:
+    """Read a part of a parameter (a slice of each axis) from its layers' tensors into ``out``."""
+    specs = [spec for spec in tensor_specs(checkpoint.config) if spec.path == path]
+    row = specs[0].parameter
+    sizes = axis_sizes(row, checkpoint.config)
+    bounds = dict(zip(row.axes, slices, strict=True))
+    # In a file several axes are joined to one. Of these, only the first may be split over devices.
+    part = []
+    for axes in (row.outputs, row.inputs):
+        if axes:
+            inner = math.prod(sizes[axis] for axis in axes[1:])
+            first = bounds[axes[0]]
+            part.append(slice(first.start * inner, first.stop * inner))
+    layers = [out]
+    if "layers" in bounds:
+        specs = specs[bounds["layers"]]
+        layers = list(out)
+    tensors = [checkpoint.tensors[spec.key] for spec in specs]
+    _map_in_threads(
+        lambda tensor, layer: _read_part(tensor, None, on_progress, part, as_matrix(row, layer)),
+        tensors,
+        layers,
+    )
+
+
+def _map_in_threads(function: Callable[..., Any], *iterables: Iterable[Any]) -> list[Any]:
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
+        return list(threads.map(function, *iterables))
+
+
+class _Group(NamedTuple):
+    """The tensors of one leaf of ``DecodeParams.weights``; a joined matrix has several."""
+
+    specs: list[TensorSpec]
+    tensor: LazyTensor  # all of them, outputs behind outputs
+    dtype: np.dtype  # of its floats
+    layout: list[tuple[tuple[int, ...], np.dtype]]  # of its values and, for int8, its scale
 
 
 def load_decode_params(
@@ -289,125 +329,155 @@ def load_decode_params(
     on_progress: OnProgress = lambda _: None,
     quantize: Quantization | None = None,
 ) -> DecodeParams:
-    """Read a checkpoint's parameters into the decoding layout: what ``decode_layout`` makes of ``load_params``.
+    """Read parameters into the decoding layout; equals ``decode_layout`` of ``load_params``.
 
-    Each tensor goes straight to its place. With ``quantize`` it is rounded as it is read, so that only a few blocks are
-    ever in memory as floats. On a mesh, a matrix is split by the first axis of its outputs, and of its inputs.
-    On one device, what was made of quantized tensors is kept (``jllama.cache``), and mapped the next time.
-    Arguments and errors are those of ``load_params``.
+    Each tensor goes straight to its place. With ``quantize`` it is rounded as it is read, so that
+    only a few blocks are in memory as floats at any time. On a mesh, a matrix is split by the first
+    axis of its outputs and the first of its inputs. On one device, weights computed from quantized
+    tensors are cached (``jllama.cache``) and mapped the next time. Arguments and errors are those
+    of ``load_params``.
     """
-    config, dtypes = checkpoint.config, _dtypes(checkpoint, dtype, mesh)
-    key = (
-        None if mesh else _content_key(checkpoint, config, dtypes, quantize, joined_groups(config))
-    )
-    content: Any = cache.recall("weights", key) if key else None
+    config = checkpoint.config
+    dtypes = _parameter_dtypes(checkpoint, dtype, mesh)
+    # What to read, the largest first.
+    groups = {}
+    for path, specs in _group_specs(config, joins=mesh is None or mesh.size == 1).items():
+        tensor = concatenate_rows([checkpoint.tensors[spec.key] for spec in specs])
+        own = functools.reduce(np.promote_types, [dtypes[spec.path] for spec in specs])
+        layout = [(tensor.shape, own)]
+        if quantize and specs[0].parameter.inputs:
+            layout = [(tensor.shape, np.dtype(np.int8)), (tensor.shape[:1], own)]
+        groups[path] = _Group(specs, tensor, own, layout)
+    groups = dict(sorted(groups.items(), key=lambda item: -math.prod(item[1].tensor.shape)))
 
-    def mapped(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-        """The next array of what was kept."""
-        nonlocal content
-        num_bytes = math.prod(shape) * dtype.itemsize
-        part, content = content[:num_bytes], content[num_bytes + -num_bytes % cache.ALIGNMENT :]
-        return part.view(dtype).reshape(shape)
+    # Read it, from the cache if it is there.
+    key = None
+    if mesh is None:
+        key = _content_key(checkpoint, config, dtypes, quantize, joined_groups(config))
+    content = cache.recall("weights", key) if key else None
+    cached = {} if content is None else _map_arrays(content, groups)
 
-    def read(group: list[TensorSpec]) -> Any:
-        """A tensor, or on one device several whose outputs are to stand behind each other."""
-        row = group[0].parameter
-        own = functools.reduce(np.promote_types, [dtypes[spec.path] for spec in group])
-        tensor = rows_behind_rows([checkpoint.tensors[spec.key] for spec in group])
-        split = matrix_sharding(mesh, row, config) if mesh else None
-        sharding = split or SingleDeviceSharding(jax.devices()[0])
-        shape = tensor.shape
-        scale = np.empty(shape[0], own) if quantize and row.inputs else None
-        held = own if scale is None else np.dtype(np.int8)
+    def read(path: str) -> Any:
+        return _read_group(groups[path], cached.get(path), mesh, config, on_progress)
 
-        def fill(part: list[slice], out: np.ndarray) -> None:
-            _read(tensor, part, out, on_progress, scale)
-
-        if content is None:
-            values = _filled(shape, held, sharding, fill)
-        else:
-            values = jax.make_array_from_callback(shape, sharding, mapped(shape, held).__getitem__)
-            scale = None if scale is None else mapped(scale.shape, own)
-            on_progress(values.size * own.itemsize)
-        if not row.inputs:
-            return values
-        scales = None
-        if scale is not None:  # filled by now, as far as this process has its rows
-            along_rows = (
-                NamedSharding(split.mesh, PartitionSpec(*split.spec[:1])) if split else sharding
-            )
-            scales = jax.make_array_from_callback(scale.shape, along_rows, scale.__getitem__)
-        is_one = len(group) == 1
-        matrix_shape = shape_of(row, config)[row.axes[0] == "layers" :] if is_one else shape[::-1]
-        return F.DecodeMatrix(values, scales, matrix_shape)
-
-    groups = _groups(config, joins=mesh is None or mesh.size == 1)
-    largest_first = sorted(
-        groups, key=lambda key: -sum(math.prod(spec.shape) for spec in groups[key])
-    )
-    with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
-        found = (threads.map if content is None else map)(
-            read, [groups[key] for key in largest_first]
-        )
-        leaves = dict(zip(largest_first, found, strict=True))
+    leaves = dict(zip(groups, _map_in_threads(read, groups), strict=True))
     if key and content is None:
         cache.keep("weights", key, jax.tree.leaves([*leaves.values()]))
     return DecodeParams(unflatten_dict(leaves, sep="/"))
 
 
-def _groups(config: LlamaConfig, joins: bool) -> dict[str, list[TensorSpec]]:
-    """The tensors that each leaf of ``DecodeParams.weights`` is made of, by its path: several of a joined matrix."""
-    groups: dict[str, list[TensorSpec]] = {}
+def _map_arrays(content: np.ndarray, groups: Mapping[str, _Group]) -> dict[str, list[np.ndarray]]:
+    """Return views of the arrays in cached bytes, which hold those of each group in this order."""
+    arrays = {path: [] for path in groups}
+    start = 0
+    for path, group in groups.items():
+        for shape, dtype in group.layout:
+            stop = start + math.prod(shape) * dtype.itemsize
+            arrays[path].append(content[start:stop].view(dtype).reshape(shape))
+            start = stop + -stop % cache.ALIGNMENT
+    return arrays
+
+
+def _read_group(
+    group: _Group,
+    cached: list[np.ndarray] | None,
+    mesh: Mesh | None,
+    config: LlamaConfig,
+    on_progress: OnProgress,
+) -> Any:
+    """Read one leaf of ``DecodeParams.weights`` onto its devices, or take it from ``cached``."""
+    row = group.specs[0].parameter
+    sharding: Sharding = SingleDeviceSharding(jax.devices()[0])
+    scale_sharding = sharding
+    if mesh:
+        split = matrix_sharding(mesh, row, config)
+        sharding = split
+        scale_sharding = NamedSharding(mesh, PartitionSpec(*split.spec[:1]))
+    (shape, dtype), *scale_layout = group.layout
+    if cached:
+        stored, *scales = cached
+        values = _put(stored, sharding)
+        on_progress(values.size * group.dtype.itemsize)
+    else:
+        scales = [np.empty(*layout) for layout in scale_layout]  # one for int8, else none
+        scale = scales[0] if scales else None
+        fill = functools.partial(_read_part, group.tensor, scale, on_progress)
+        values = _make_array(shape, dtype, sharding, fill)
+    if not row.inputs:
+        return values
+    # The scale is complete by now, as far as this process has its rows.
+    scale = _put(scales[0], scale_sharding) if scales else None
+    matrix_shape = shape[::-1]
+    if len(group.specs) == 1:
+        sizes = axis_sizes(row, config)
+        matrix_shape = tuple(sizes[axis] for axis in row.axes if axis != "layers")
+    return F.DecodeMatrix(values, scale, matrix_shape)
+
+
+def _put(array: np.ndarray, sharding: Sharding) -> jax.Array:
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def _group_specs(config: LlamaConfig, joins: bool) -> dict[str, list[TensorSpec]]:
+    """Return the tensors of each leaf of ``DecodeParams.weights``, by the leaf's path."""
+    groups = {}
     for spec in tensor_specs(config):
         groups.setdefault(spec.joined_key if joins else spec.key, []).append(spec)
     return groups
 
 
-def _content_key(checkpoint: Checkpoint, *how: Any) -> str | None:
-    """The key of decoding weights by the bytes that they are made of; None if no tensor, or another one, takes work."""
+def _content_key(checkpoint: Checkpoint, *layout: Any) -> str | None:
+    """Compute the cache key of decoding weights from the bytes that they are computed from.
+
+    Return None unless some tensor is quantized and all are arrays (of a file, say), whose bytes are
+    known.
+    """
     tensors = checkpoint.tensors
-    types = {key: getattr(tensor, "quantized", "") for key, tensor in tensors.items()}
-    arrays = {key: getattr(tensor, "stored", tensor) for key, tensor in tensors.items()}
-    if not any(types.values()) or not all(
-        isinstance(array, np.ndarray) for array in arrays.values()
-    ):
+    is_quantized = any(getattr(tensor, "quantized", "") for tensor in tensors.values())
+    arrays = [getattr(tensor, "stored", tensor) for tensor in tensors.values()]
+    if not is_quantized or not all(isinstance(array, np.ndarray) for array in arrays):
         return None
-
-    def digest(key: str) -> Any:
-        array, kind = arrays[key], type(tensors[key]).__name__
-        content = hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
-        return key, kind, types[key], array.dtype, array.shape, content
-
-    with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
-        return cache.key_of(how, [*threads.map(digest, sorted(arrays))])
+    return cache.key_of(layout, _map_in_threads(_digest, sorted(tensors.items())))
 
 
-def _dtypes(
+def _digest(item: tuple[str, FileTensor]) -> Any:
+    """Describe a tensor with a hash of the bytes that it is computed from."""
+    key, tensor = item
+    array: Any = getattr(tensor, "stored", tensor)
+    content = hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
+    kind = type(tensor).__name__
+    return key, kind, getattr(tensor, "quantized", ""), array.dtype, array.shape, content
+
+
+def _parameter_dtypes(
     checkpoint: Checkpoint, dtype: Any, mesh: Mesh | None, rules: Any = RULES
-) -> dict[str, np.dtype[Any]]:
-    """The dtype of each parameter: the given one, or what holds those of all its layers; the mesh is checked first."""
+) -> dict[str, np.dtype]:
+    """Return each parameter's dtype: ``dtype``, or (None) one that holds those of its layers.
+
+    The mesh is checked first: ``UsageError`` if an axis does not divide over it.
+    """
     if mesh is not None:
         check_divides(mesh, checkpoint.config, rules)
-    dtypes: dict[str, Any] = {}
+    dtypes = {}
     for spec in tensor_specs(checkpoint.config):
         own = checkpoint.tensors[spec.key].dtype
         dtypes[spec.path] = np.dtype(dtype or jnp.promote_types(own, dtypes.get(spec.path, own)))
     return dtypes
 
 
-def _filled(
+def _make_array(
     shape: tuple[int, ...],
-    dtype: np.dtype[Any],
+    dtype: np.dtype,
     sharding: Sharding,
     fill: Callable[[list[slice], np.ndarray], None],
 ) -> jax.Array:
-    """An array on its devices, of which ``fill`` writes the slices, each into memory that a CPU takes as it is."""
+    """Make an array on its devices, in memory that a CPU does not copy; ``fill`` writes a part."""
 
     def read(index: Any) -> np.ndarray:
-        part = [slice(*each.indices(size)[:2]) for each, size in zip(index, shape, strict=True)]
-        part_shape = [each.stop - each.start for each in part]
+        part = [slice(*axis.indices(size)[:2]) for axis, size in zip(index, shape, strict=True)]
+        part_shape = [axis.stop - axis.start for axis in part]
         memory = np.empty(math.prod(part_shape) * dtype.itemsize + 64, np.uint8)
-        start = -memory.ctypes.data % 64  # JAX copies what does not begin at a multiple of it
+        start = -memory.ctypes.data % 64  # a CPU copies what does not begin at a multiple of 64
         out = memory[start : start + memory.size - 64].view(dtype).reshape(part_shape)
         fill(part, out)
         return out
@@ -415,29 +485,30 @@ def _filled(
     return jax.make_array_from_callback(shape, sharding, read)
 
 
-def _read(
+def _read_part(
     tensor: FileTensor,
+    scale: np.ndarray | None,
+    on_progress: OnProgress,
     part: Sequence[slice],
     out: np.ndarray,
-    on_progress: OnProgress,
-    scale: np.ndarray | None = None,
 ) -> None:
-    """Copy a part (rows, and columns of a matrix) into ``out``; with ``scale``, as int8 with the scale of each row.
+    """Copy a part (rows, and columns of a matrix) into ``out``.
 
-    Copying is bound by memory, and NumPy lets go of Python's lock meanwhile; each thread holds a few blocks.
+    With ``scale``, ``out`` is int8, and the scale of each row is written to ``scale``. Copying is
+    bound by memory, and NumPy releases Python's lock meanwhile; each thread holds a few blocks.
     """
     rows, *columns = part
     dtype = out.dtype if scale is None else scale.dtype
-    for here, block in _row_blocks(tensor, rows, dtype):
-        if scale is not None:  # of whole rows, whatever columns are asked for
-            block, scale[here] = int8_rows(block, np)
+    for place, block in _read_blocks(tensor, rows, dtype):
+        if scale is not None:  # of the whole row, even if only some columns are requested
+            block, scale[place] = int8_rows(block, np)
         block = block[(slice(None), *columns)]
-        _copy(block, out[here.start - rows.start : here.stop - rows.start])
+        _copy(block, out[place.start - rows.start : place.stop - rows.start])
         on_progress(block.size * dtype.itemsize)
 
 
 def _copy(block: np.ndarray, out: np.ndarray) -> None:
-    """Copy, where one of the two is transposed in square tiles: twice as fast as row by row."""
+    """Copy ``block`` to ``out``, in square tiles if one is transposed: twice as fast as by rows."""
     if block.ndim == 1 or (block.strides[0] < block.strides[1]) == (
         out.strides[0] < out.strides[1]
     ):
@@ -450,26 +521,31 @@ def _copy(block: np.ndarray, out: np.ndarray) -> None:
 
 
 class TensorsOfParams(dict[str, FileTensor]):
-    """The tensors of parameters in memory, of either layout, each (on a CPU) a view. int8 raises ``JllamaError``."""
+    """The tensors of parameters in memory, of either layout; on a CPU each is a view.
+
+    Raises:
+        JllamaError: The parameters are int8.
+    """
 
     def __init__(self, config: LlamaConfig, params: Params | DecodeParams) -> None:
         super().__init__()
-        if isinstance(params, DecodeParams) and params.quantized:
+        self.params = params
+        is_decode = isinstance(params, DecodeParams)
+        if is_decode and params.quantized:
             raise JllamaError(
                 "the parameters are int8, which no format holds: load the model without quantize"
             )
-        self.params = params
-        weights = params.weights if isinstance(params, DecodeParams) else params
+        weights = params.weights if is_decode else params
         leaves: dict[str, Any] = flatten_dict(jax.tree.map(np.asarray, weights), sep="/")
-        if isinstance(params, DecodeParams):
-            joins = leaves.keys() == _groups(config, joins=True).keys()
-            for path, group in _groups(config, joins).items():
-                values = leaves[path].values if group[0].parameter.inputs else leaves[path]
-                ends = np.cumsum([spec.shape[0] for spec in group])
-                for spec, part in zip(group, np.split(values, ends[:-1]), strict=True):
-                    self[spec.key] = part
+        if not is_decode:
+            for spec in tensor_specs(config):
+                array = leaves[spec.path]
+                part = array[spec.layer] if spec.parameter.axes[0] == "layers" else array
+                self[spec.key] = as_matrix(spec.parameter, part)
             return
-        for spec in tensor_specs(config):
-            array = leaves[spec.path]
-            part = array[spec.layer] if spec.parameter.axes[0] == "layers" else array
-            self[spec.key] = as_matrix(spec.parameter, part)
+        joins = leaves.keys() == _group_specs(config, joins=True).keys()
+        for path, group in _group_specs(config, joins).items():
+            values = leaves[path].values if group[0].parameter.inputs else leaves[path]
+            ends = np.cumsum([spec.shape[0] for spec in group])
+            for spec, part in zip(group, np.split(values, ends[:-1]), strict=True):
+                self[spec.key] = part

@@ -1,11 +1,13 @@
 """Files of ``torch.save``, read and written without torch.
 
-It is a zip archive of uncompressed entries in one folder: ``data.pkl``, a pickle of the dictionary, in which each
-tensor names the entry ``data/KEY`` of its numbers; ``byteorder``, ``version``. Source: torch/serialization.py.
+Such a file is a zip archive of uncompressed entries in one folder: ``data.pkl``, a pickle of the
+dictionary, in which each tensor names the entry ``data/KEY`` of its numbers; ``byteorder``;
+``version``. Source: torch/serialization.py.
 
-A pickle is a program. Python's unpickler runs it here with the operations that a dictionary of tensors needs alone, and
-looks up no name, so a file can call nothing. (It is the one written in Python: that in C can be made to allocate
-gigabytes or hash nested tuples forever by a few bytes, before it looks up any name.)
+A pickle is a program. Here Python's unpickler runs it with only the operations that a dictionary of
+tensors needs. It looks up no name, so a file can call nothing. (This is the unpickler written in
+Python. A few bytes can make the one in C allocate gigabytes, or hash nested tuples forever, before
+it looks up any name.)
 """
 
 import io
@@ -26,25 +28,34 @@ from jllama.checkpoints.tensors import NamedTensor, OnProgress, blocks
 from jllama.errors import JllamaError
 
 MAX_INDEX_BYTES = 4 << 20
-"""Limit for ``data.pkl`` and the zip directory. A pickle takes about 200 bytes a tensor; Llama 3.1 405B has 1,138."""
+"""Limit for ``data.pkl`` and the zip directory.
 
-_FLOATS = {"Double": np.float64, "Float": np.float32, "Half": np.float16, "BFloat16": jnp.bfloat16}
-_STORAGES: dict[str, np.dtype[Any]] = {
-    f"torch.{name}Storage": np.dtype(type_) for name, type_ in _FLOATS.items()
+A pickle has about 200 bytes a tensor, and Llama 3.1 405B has 1,138 tensors.
+"""
+
+_STORAGES = {
+    "torch.DoubleStorage": np.dtype("f8"),
+    "torch.FloatStorage": np.dtype("f4"),
+    "torch.HalfStorage": np.dtype("f2"),
+    "torch.BFloat16Storage": np.dtype(jnp.bfloat16),
 }
 _OPERATIONS = (
-    "PROTO FRAME BINUNICODE SHORT_BINUNICODE BININT BININT1 BININT2 LONG1 NONE NEWTRUE NEWFALSE EMPTY_TUPLE MARK TUPLE "
-    "TUPLE1 TUPLE2 TUPLE3 BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET SETITEM SETITEMS GLOBAL STACK_GLOBAL BINPERSID "
-    "REDUCE STOP"
+    "PROTO FRAME BINUNICODE SHORT_BINUNICODE BININT BININT1 BININT2 LONG1 NONE NEWTRUE "
+    "NEWFALSE EMPTY_TUPLE MARK TUPLE TUPLE1 TUPLE2 TUPLE3 BINPUT LONG_BINPUT MEMOIZE "
+    "BINGET LONG_BINGET SETITEM SETITEMS GLOBAL STACK_GLOBAL BINPERSID REDUCE STOP"
 )
 _OPERATION_NAMES = {ord(operation.code): operation.name for operation in pickletools.opcodes}
 
 
 def read_torch_file(path: Path) -> dict[str, np.ndarray]:
-    """Read the tensors of a file by name, each a read-only view of the mapped file. Nothing in the file is ever run.
+    """Read the tensors of a file by name, each a read-only view of the mapped file.
 
-    What is cut short or damaged, of torch before 1.6, calls anything but what tensors need, or is no dictionary of
-    floating-point tensors, each inside its own storage, raises JllamaError.
+    Nothing in the file is ever run.
+
+    Raises:
+        JllamaError: The file is cut short, damaged or of torch before 1.6; it calls anything that
+            tensors do not need; or it is not a dictionary of floating-point tensors, each inside
+            its own storage.
     """
     try:
         with _Directory(path) as file:
@@ -53,7 +64,7 @@ def read_torch_file(path: Path) -> dict[str, np.ndarray]:
                     "was saved by torch before 1.6: torch.load it and torch.save it again"
                 )
             with zipfile.ZipFile(file) as archive:
-                content = _Unpickler(*_entries(archive, file)).load()
+                content = _Unpickler(*_read_entries(archive, file)).load()
         if not isinstance(content, dict):
             raise JllamaError("holds no dictionary of tensors: save a state_dict")
         for name, value in content.items():
@@ -64,18 +75,18 @@ def read_torch_file(path: Path) -> dict[str, np.ndarray]:
         raise JllamaError(f"{path} {error}") from error
     except OSError as error:
         raise JllamaError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (
-        Exception
-    ) as error:  # Python documents no limit to what a damaged archive or pickle raises
+    # Python does not document which errors a damaged archive or pickle raises.
+    except Exception as error:
         raise JllamaError(
             f"{path} is cut short, damaged or not a file of torch.save: {error}"
         ) from error
 
 
 class _Directory(io.FileIO):
-    """A file of which only a little is read at a time, whatever length its zip directory claims."""
+    """A file that is read in small parts, whatever length its zip directory claims."""
 
     def read(self, size: int | None = -1, /) -> bytes:
+        """Read bytes; refuse a request for more than ``MAX_INDEX_BYTES``."""
         if size is not None and size > MAX_INDEX_BYTES:
             raise zipfile.BadZipFile(
                 f"its directory or data.pkl claims {size} bytes; jllama reads {MAX_INDEX_BYTES}"
@@ -83,8 +94,8 @@ class _Directory(io.FileIO):
         return super().read(size)
 
 
-def _entries(archive: zipfile.ZipFile, file: io.FileIO) -> tuple[bytes, dict[str, np.ndarray]]:
-    """The pickle, and the bytes of each entry of the archive as views of the mapped file, by name in its folder."""
+def _read_entries(archive: zipfile.ZipFile, file: io.FileIO) -> tuple[bytes, dict[str, np.ndarray]]:
+    """Return the pickle, and views of each entry's bytes, by the entry's name in its folder."""
     infos = {info.orig_filename: info for info in archive.infolist()}
     pickles = [name for name in infos if name.endswith("/data.pkl")]
     if len(pickles) != 1 or len(infos) != len(archive.infolist()):
@@ -93,7 +104,7 @@ def _entries(archive: zipfile.ZipFile, file: io.FileIO) -> tuple[bytes, dict[str
         )
     folder = pickles[0].removesuffix("data.pkl")
     mapped = np.memmap(file, np.uint8, "r").view(np.ndarray)
-    entries: dict[str, np.ndarray] = {}
+    entries = {}
     for name, info in infos.items():
         if not name.startswith(folder) or name.startswith("/") or ".." in name.split("/"):
             raise JllamaError(
@@ -101,20 +112,20 @@ def _entries(archive: zipfile.ZipFile, file: io.FileIO) -> tuple[bytes, dict[str
             )
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
             raise JllamaError(f"has {name!r} compressed, as torch never does: torch.save it again")
-        with archive.open(info):  # reads and checks the header before the bytes
+        with archive.open(info):  # reads and checks the header in front of the bytes
             start = file.tell()
         if start + info.file_size > mapped.size:
             raise ValueError(f"{name!r} goes on past its end")
         entries[name.removeprefix(folder)] = mapped[start : start + info.file_size]
     if "byteorder" in entries and entries["byteorder"].tobytes() != b"little":
         raise JllamaError(
-            "is of a big-endian machine: torch.load it on a little-endian one and torch.save it"
+            "is from a big-endian machine: torch.load it on a little-endian one and torch.save it"
         )
-    return archive.read(pickles[0]), entries  # with its checksum
+    return archive.read(pickles[0]), entries  # this checks the pickle's checksum
 
 
 class _Dict(dict[str, Any]):
-    """A dictionary of the pickle; a key that is not text is not even hashed."""
+    """A dictionary of the pickle. A key that is not text is refused before it is hashed."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if not isinstance(key, str):
@@ -124,49 +135,55 @@ class _Dict(dict[str, Any]):
 
 class _Storage(NamedTuple):
     data: np.ndarray
-    dtype: np.dtype[Any]
+    dtype: np.dtype
 
 
-def _tensor(storage: _Storage, offset: Any, shape: Any, strides: Any, *_: Any) -> np.ndarray:
-    """A tensor inside its storage, as NumPy checks; offset and strides are in numbers, not bytes."""
+def _build_tensor(storage: _Storage, offset: Any, shape: Any, strides: Any, *_: Any) -> np.ndarray:
+    """Return a view of a storage; offset and strides are in numbers, not bytes.
+
+    NumPy checks that the tensor is inside its storage.
+    """
     if not isinstance(storage, _Storage):
         raise ValueError("it builds a tensor in a way that torch does not")
-    width, count = storage.dtype.itemsize, storage.data.size // storage.dtype.itemsize
+    width = storage.dtype.itemsize
+    count = storage.data.size // width
     try:
-        numbers = (offset, *shape, *strides)
-        if (
-            len(shape) > 8
-            or any(type(n) is not int or n < 0 for n in numbers)
-            or not 0 < math.prod(shape) <= count
-        ):
+        are_indices = all(type(n) is int and n >= 0 for n in (offset, *shape, *strides))
+        if len(shape) > 8 or not are_indices or not 0 < math.prod(shape) <= count:
             raise ValueError
-        # The stride of an axis of size 1 is never taken and may be any number.
+        # The stride of an axis of size 1 is never used and may be any number.
         in_bytes = [
             stride * width if size > 1 else 0 for size, stride in zip(shape, strides, strict=True)
         ]
         return np.ndarray(shape, storage.dtype, storage.data, offset * width, in_bytes)
     except (ValueError, OverflowError) as error:
-        where = f"of shape {reprlib.repr(shape)} and strides {reprlib.repr(strides)} from number {reprlib.repr(offset)} on"
-        fault = f"is empty or not inside its storage of {count} numbers"
-        raise JllamaError(f"describes a tensor {where}, which {fault}") from error
+        raise JllamaError(
+            f"describes a tensor of shape {reprlib.repr(shape)} and strides "
+            f"{reprlib.repr(strides)} from number {reprlib.repr(offset)} on, "
+            f"which is empty or not inside its storage of {count} numbers"
+        ) from error
 
 
+# Stand-ins for the names of a pickle; no name is looked up.
 _GLOBALS: dict[str, Any] = _STORAGES | {
     "collections.OrderedDict": lambda: _Dict(),
-    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v2": _build_tensor,
     "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
-}  # what stands here for each name of a pickle, none of which is looked up
+}
 
 
 class _Dispatch(dict[int, Any]):
+    """The methods of operations by their codes; refuses others."""
+
     def __missing__(self, code: int) -> Any:
         raise JllamaError(
-            f"uses the pickle operation {_OPERATION_NAMES[code]}, which no tensors need: do not trust it"
+            f"uses the pickle operation {_OPERATION_NAMES[code]}, "
+            "which no tensors need: do not trust it"
         )
 
 
 class _Unpickler(pickle._Unpickler):
-    """Python's unpickler without the operations that call, import or allocate more than the file has bytes."""
+    """Python's unpickler without operations that call, import, or allocate more than a file has."""
 
     dispatch: ClassVar[Any] = _Dispatch(
         {
@@ -176,29 +193,30 @@ class _Unpickler(pickle._Unpickler):
         }
     )
     dispatch[pickle.EMPTY_DICT[0]] = lambda self: self.append(_Dict())
-    dispatch[pickle.BUILD[0]] = lambda self: (
-        self.stack.pop()
-    )  # attributes: torch sets a state_dict's _metadata
+    # BUILD sets attributes, such as a state_dict's _metadata: drop them.
+    dispatch[pickle.BUILD[0]] = lambda self: self.stack.pop()
 
     def __init__(self, data: bytes, entries: Mapping[str, np.ndarray]) -> None:
         super().__init__(io.BytesIO(data))
         self.entries = entries
 
     def find_class(self, module: str, name: str) -> Any:
-        if (name := f"{module}.{name}") in _GLOBALS:
-            return _GLOBALS[name]
-        if (
-            name.startswith("torch.") and name.endswith("Storage")
-        ) or name == "torch._utils._rebuild_tensor_v3":
+        """Return the stand-in for a name."""
+        full = f"{module}.{name}"
+        if full in _GLOBALS:
+            return _GLOBALS[full]
+        is_storage = full.startswith("torch.") and full.endswith("Storage")
+        if is_storage or full == "torch._utils._rebuild_tensor_v3":
             dtypes = ", ".join(map(str, _STORAGES.values()))
             raise JllamaError(
-                f"holds tensors of {name}; jllama reads {dtypes}: convert them with torch first"
+                f"holds tensors of {full}; jllama reads {dtypes}: convert them with torch first"
             )
         raise JllamaError(
-            f"asks to call {name[:200]!r}, which no tensors need: do not trust it; nothing was run"
+            f"asks to call {full[:200]!r}, which no tensors need: do not trust it; nothing was run"
         )
 
     def persistent_load(self, pid: Any) -> _Storage:
+        """Return the storage that a tensor refers to, whose entry must have the right size."""
         match pid:
             case ("storage", np.dtype() as dtype, str(key), str(), int(count)):
                 data = self.entries.get(f"data/{key}")
@@ -213,20 +231,19 @@ class _Unpickler(pickle._Unpickler):
 
 
 def write_torch_file(path: Path, tensors: Sequence[NamedTensor], on_progress: OnProgress) -> None:
-    """Write tensors, each in one of the dtypes that are read, a block of rows at a time, as ``torch.save`` would.
+    """Write tensors as ``torch.save`` would, a block of rows at a time.
 
-    ``torch.load`` reads the file with ``weights_only=True`` and with ``mmap=True``.
+    The dtypes are those that can be read. ``torch.load`` reads the file with ``weights_only=True``
+    and with ``mmap=True``.
     """
+    entries = {"data.pkl": _pickle(tensors), "byteorder": b"little", "version": b"3\n"}
     with path.open("wb") as file, zipfile.ZipFile(file, "w") as archive:
-        for name, content in (
-            ("data.pkl", _pickled(tensors)),
-            ("byteorder", b"little"),
-            ("version", b"3\n"),
-        ):
+        for name, content in entries.items():
             archive.writestr(zipfile.ZipInfo(f"archive/{name}"), content)
         for number, (_, tensor, dtype) in enumerate(tensors):
             info = zipfile.ZipInfo(f"archive/data/{number}")
-            # Numbers begin at multiples of 64 bytes, as torch's; 30 bytes precede the name, and zip64's field has 20.
+            # As in torch, numbers begin at multiples of 64 bytes. 30 bytes precede the name;
+            # zip64's field has 20.
             padding = -(file.tell() + 30 + len(info.filename) + 4 + 20) % 64
             info.extra = struct.pack("<2sH", b"FB", padding) + bytes(padding)
             with archive.open(info, "w", force_zip64=True) as entry:
@@ -235,29 +252,33 @@ def write_torch_file(path: Path, tensors: Sequence[NamedTensor], on_progress: On
                     on_progress(block.nbytes)
 
 
-def _pickled(tensors: Sequence[NamedTensor]) -> bytes:
-    """The pickle, of protocol 2, of an ordered dictionary of tensors, each with a storage of its own."""
+def _pickle(tensors: Sequence[NamedTensor]) -> bytes:
+    """Pickle an ordered dictionary of tensors, each with its own storage, in protocol 2."""
     classes = {
         dtype: f"c{name.replace('.', chr(10))}\n".encode() for name, dtype in _STORAGES.items()
     }
     empty_dict = b"ccollections\nOrderedDict\n)R"
-
-    def literals(*values: Any) -> bytes:
-        return b"".join(
-            pickle.dumps(value, 2)[2:-1] for value in values
-        )  # without the protocol and the end
-
     out = [b"\x80\x02", empty_dict, b"("]
     for number, (name, tensor, dtype) in enumerate(tensors):
         shape = tuple(tensor.shape)
         strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-        storage = (
-            literals("storage") + classes[dtype] + literals(str(number), "cpu", math.prod(shape))
-        )
-        out += [literals(name), b"ctorch._utils\n_rebuild_tensor_v2\n", b"((", storage, b"tQ"]
         out += [
-            literals(0, shape, strides, False),
+            _literals(name),
+            b"ctorch._utils\n_rebuild_tensor_v2\n",
+            # The storage.
+            b"((",
+            _literals("storage"),
+            classes[dtype],
+            _literals(str(number), "cpu", math.prod(shape)),
+            b"tQ",
+            # Offset, shape, strides, whether it needs a gradient, and its hooks.
+            _literals(0, shape, strides, False),
             empty_dict,
             b"tR",
-        ]  # False: needs no gradient; {}: no hooks
+        ]
     return b"".join([*out, b"u."])
+
+
+def _literals(*values: Any) -> bytes:
+    """Pickle values one after the other, without the protocol and the end."""
+    return b"".join(pickle.dumps(value, 2)[2:-1] for value in values)

@@ -145,7 +145,7 @@ def _evaluate_text(options: EvalOptions) -> int:
 
 
 def _evaluate_tasks(options: EvalOptions) -> int:
-    from jllama import harness  # needs lm-eval
+    from jllama.evaluation import harness  # needs lm-eval
 
     names = [name.strip() for name in options.tasks.split(",") if name.strip()]
     manager = harness.task_manager(names, options.include_path)  # before the model is loaded

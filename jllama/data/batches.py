@@ -1,5 +1,13 @@
-"""Batches of rows of tokens, windows of a text or whole conversations: endless and shuffled for training, exhaustive
-for validation.
+"""Batches: rows of tokens, cut from a text or assembled from whole conversations.
+
+A batch is made in three steps:
+
+1. A plan lists the rows of one epoch. A row is one window of a text, or a list of conversations.
+2. Grain shuffles the plan, repeats it and takes ``batch_size`` rows at a time. Its state is the
+   index of the next batch, so a run continues exactly where it stopped.
+3. A function copies the tokens of these rows from the memory-mapped file into a ``Batch``.
+
+Batches for training never end. Batches for validation go through all tokens once, in order.
 """
 
 import dataclasses
@@ -13,19 +21,28 @@ from jaxtyping import Bool, Float32, Integer
 
 from jllama.errors import JllamaError
 
-OPEN_ROWS = 256  # that a conversation may still be packed into
+OPEN_ROWS = 256  # the number of last rows that a conversation may still be packed into
 
 _Tokens = Integer[np.ndarray, "tokens"]
-_RowsRead = slice | Sequence[int]
-_ALL = slice(None)
+_PerConversation = Integer[np.ndarray, "conversations"]
+_RowSelection = slice | Sequence[int]
+_ALL_ROWS = slice(None)
 
 
 class Batch(NamedTuple):
-    """Rows of tokens to learn from, each token predicting the next: NumPy's or JAX's arrays, of any source.
+    """Rows of tokens to learn from, in which each token predicts the next.
 
-    Tokens attend within their own segment, a document or a conversation. A token is a target if it counts and the one
-    before it is in its segment. With ``reference`` rows are pairs of answers, the preferred one at even indices and the
-    rejected one at odd ones, each with the summed log-probability of its targets under the model before training.
+    The arrays are NumPy's or JAX's. Tokens attend within their own segment, which is a document or
+    a conversation. A token is a target if it is counted and the token before it is in its segment.
+
+    With ``reference``, rows are pairs of answers: the preferred one has an even index, the rejected
+    one the odd index after it. ``reference`` is the summed log-probability of a row's targets under
+    the model before training.
+
+    >>> tokens = np.array([[5, 6, 7, 0]])
+    >>> batch = Batch(tokens, segments=np.array([[1, 1, 1, 0]]), counted=tokens == 7)
+    >>> batch.tokens[batch.counted].tolist()
+    [7]
     """
 
     tokens: Any  # Int32[Array, "rows window"]
@@ -37,31 +54,41 @@ class Batch(NamedTuple):
 def text_batch(
     windows: Integer[np.ndarray, "rows window"], bos_id: int, counted: Any = None
 ) -> Batch:
-    """Windows of a text in which each ``bos_id`` begins a document; all tokens count, or those ``counted``.
+    """Make a batch of windows of a text in which each ``bos_id`` begins a document.
 
-    Example::
+    Args:
+        windows: the token ids, one window in each row.
+        bos_id: the token that begins a document, and so a segment.
+        counted: ``Bool[Array, "rows window"]``, which tokens are learned; by default all.
 
-        windows = np.random.default_rng(0).integers(2, 256, (8, 65))
-        state, metrics = training.step(state, jllama.text_batch(windows, bos_id=1))
+    >>> batch = text_batch(np.array([[7, 8, 1, 9]]), bos_id=1)
+    >>> batch.segments.tolist()
+    [[1, 1, 2, 2]]
     """
     windows = windows.astype(np.int32)
     segments = 1 + np.cumsum(windows == bos_id, axis=1, dtype=np.int32)
-    return Batch(windows, segments, np.ones(windows.shape, bool) if counted is None else counted)
+    if counted is None:
+        counted = np.ones(windows.shape, bool)
+    return Batch(windows, segments, counted)
 
 
 @dataclasses.dataclass(frozen=True)
 class Conversations:
-    """Number ``i`` is the ``sizes[i]`` tokens from ``starts[i]`` on, of which those that ``counted`` marks are learned.
+    """Tokenized conversations in one flat array.
 
-    Source ``sources[i]`` has the share ``weights[sources[i]]`` of what is drawn. With ``rows_each`` 2, numbers 2i and
-    2i + 1 are a preferred answer and a rejected one, each with its ``reference``, see ``Batch``.
+    Conversation ``i`` is the ``sizes[i]`` tokens from ``starts[i]`` on. The tokens that ``counted``
+    marks are learned. It belongs to source ``sources[i]``. Source ``s`` provides the share
+    ``weights[s]`` of the rows that are drawn.
+
+    ``rows_each`` is 1, or 2 for pairs: then conversations ``2i`` and ``2i + 1`` are a preferred and
+    a rejected answer, each with its ``reference`` (see ``Batch``).
     """
 
     tokens: _Tokens
     counted: Bool[np.ndarray, "tokens"]
-    starts: Integer[np.ndarray, "conversations"]
-    sizes: Integer[np.ndarray, "conversations"]
-    sources: Integer[np.ndarray, "conversations"]
+    starts: _PerConversation
+    sizes: _PerConversation
+    sources: _PerConversation
     weights: Sequence[float] = (1.0,)
     rows_each: int = 1
     reference: Float32[np.ndarray, "conversations"] | None = None
@@ -74,66 +101,92 @@ def training_batches(
     batch_size: int,
     seq_len: int,
     seed: int,
-    rows: _RowsRead = _ALL,
+    rows: _RowSelection = _ALL_ROWS,
 ) -> grain.DatasetIterator[Batch]:
-    """Windows of ``seq_len + 1`` tokens of a text forever; ``bos_id`` begins its documents.
+    """Return an endless iterator over batches of windows of a text.
 
-    Every epoch shuffles strides of ``seq_len`` anew, from another random offset: no token is a target twice in one, but
-    for a few at the very end. Of each batch only ``rows`` are read, the others are zeros; the state (``get_state``,
-    ``set_state``) does not depend on them. Too few tokens raise JllamaError.
+    An epoch cuts the text into strides of ``seq_len`` tokens, from a random offset on, and shuffles
+    them. Each epoch has another offset and another order. Within an epoch no token is a target
+    twice, except for a few at the end of the text.
+
+    Args:
+        tokens: the text, in which ``bos_id`` begins each document.
+        bos_id: see ``text_batch``.
+        batch_size: the number of windows in a batch.
+        seq_len: the number of targets in a window, which has ``seq_len + 1`` tokens.
+        seed: decides offsets and orders.
+        rows: the rows of each batch to read, for a process that needs only some; the others are
+            zeros. The state (``get_state``, ``set_state``) does not depend on it.
+
+    Raises:
+        JllamaError: the text is shorter than one batch.
+
+    >>> batches = training_batches(np.arange(9), bos_id=0, batch_size=2, seq_len=3, seed=0)
+    >>> next(batches).tokens.shape
+    (2, 4)
     """
-    needed = batch_size * seq_len + 1
-    if len(tokens) < needed:
-        said = f"the training split has {len(tokens)} tokens, and one batch of {batch_size} x {seq_len} needs {needed}"
-        raise JllamaError(f"{said}: give more text, or lower batch_size or seq_len")
-    windows, last = (len(tokens) - 1) // seq_len, len(tokens) - seq_len - 1
-    offset = functools.lru_cache(
-        lambda epoch: int(np.random.default_rng((seed, epoch)).integers(seq_len))
-    )
+    num_needed = batch_size * seq_len + 1
+    if len(tokens) < num_needed:
+        raise JllamaError(
+            f"the training split has {len(tokens)} tokens, and one batch of {batch_size} x "
+            f"{seq_len} needs {num_needed}: give more text, or lower batch_size or seq_len"
+        )
+    num_windows = (len(tokens) - 1) // seq_len
+    last_start = len(tokens) - seq_len - 1
 
-    def gather(index: int, chosen: np.ndarray) -> Batch:
-        epochs = (index * batch_size + np.arange(batch_size)) // windows
-        starts = np.minimum(chosen * seq_len + [offset(epoch) for epoch in epochs.tolist()], last)
-        found = np.zeros((batch_size, seq_len + 1), np.int32)
-        found[rows] = tokens[starts[rows, None] + np.arange(seq_len + 1)]
-        return text_batch(found, bos_id)
+    @functools.lru_cache
+    def offset(epoch: int) -> int:
+        return int(np.random.default_rng((seed, epoch)).integers(seq_len))
 
-    # Without drop_remainder, the length of the endless dataset overflows at batch size 1 (grain 0.2.18).
-    shuffled = (
-        grain.MapDataset.range(windows)
-        .seed(seed)
-        .shuffle()
-        .repeat(None)
-        .batch(batch_size, drop_remainder=True)
-    )
-    return iter(shuffled.map_with_index(gather).to_iter_dataset(grain.ReadOptions(num_threads=0)))
+    def read_windows(batch_index: int, numbers: np.ndarray) -> Batch:
+        epochs = (batch_index * batch_size + np.arange(batch_size)) // num_windows
+        offsets = [offset(epoch) for epoch in epochs.tolist()]
+        starts = np.minimum(numbers * seq_len + offsets, last_start)
+        windows = np.zeros((batch_size, seq_len + 1), np.int32)
+        windows[rows] = tokens[starts[rows, None] + np.arange(seq_len + 1)]
+        return text_batch(windows, bos_id)
+
+    plan = grain.MapDataset.range(num_windows).seed(seed).shuffle().repeat(None)
+    # Without drop_remainder, the length of the endless dataset overflows at batch size 1
+    # (grain 0.2.18).
+    batches = plan.batch(batch_size, drop_remainder=True).map_with_index(read_windows)
+    return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=0)))
 
 
 def validation_batches(
     tokens: _Tokens, *, bos_id: int, batch_size: int, seq_len: int, max_tokens: int = 0
 ) -> Iterator[Batch]:
-    """Windows that predict every token but the first exactly once.
+    """Return batches of windows that predict every token except the first exactly once.
 
-    Window ``w`` predicts tokens ``w * seq_len + 1`` to ``(w + 1) * seq_len``; what is beyond the last token or window
-    is zeros, which do not count. With ``max_tokens`` over 0, an evenly spaced subset of about that many targets,
-    at least one window. Fewer than two tokens raise JllamaError.
+    Window ``w`` predicts tokens ``w * seq_len + 1`` to ``(w + 1) * seq_len``. Places beyond the
+    last token, and the windows that the last batch lacks, are zeros that do not count.
+
+    If ``max_tokens`` is positive, only evenly spaced windows with about that many targets are used,
+    at least one window.
+
+    Raises:
+        JllamaError: there are fewer than two tokens.
     """
     if len(tokens) < 2:
-        advice = "at least 2 are needed: give more text or raise data.validation_fraction"
-        raise JllamaError(f"the validation split has {len(tokens)} tokens, and {advice}")
-    windows = -(-(len(tokens) - 1) // seq_len)
-    count = min(windows, max(1, max_tokens // seq_len)) if max_tokens else windows
-    starts = np.full((-(-count // batch_size), batch_size), len(tokens))
-    starts.flat[:count] = np.arange(count) * windows // count * seq_len
-
-    def batch(starts: np.ndarray) -> Batch:
-        positions = starts[:, None] + np.arange(seq_len + 1)
-        inside = positions < len(tokens)
-        return text_batch(
-            np.where(inside, tokens[np.minimum(positions, len(tokens) - 1)], 0), bos_id, inside
+        raise JllamaError(
+            f"the validation split has {len(tokens)} tokens, and at least 2 are needed: "
+            "give more text or raise data.validation_fraction"
         )
+    num_windows = -(-(len(tokens) - 1) // seq_len)
+    count = num_windows
+    if max_tokens:
+        count = min(num_windows, max(1, max_tokens // seq_len))
+    # A window that is missing in the last batch starts beyond the last token.
+    starts = np.full((-(-count // batch_size), batch_size), len(tokens))
+    starts.flat[:count] = np.arange(count) * num_windows // count * seq_len
 
-    return map(batch, starts)
+    def read_windows(starts: np.ndarray) -> Batch:
+        positions = starts[:, None] + np.arange(seq_len + 1)
+        is_inside = positions < len(tokens)
+        windows = np.where(is_inside, tokens[np.minimum(positions, len(tokens) - 1)], 0)
+        return text_batch(windows, bos_id, is_inside)
+
+    return map(read_windows, starts)
 
 
 def chat_batches(
@@ -142,93 +195,124 @@ def chat_batches(
     batch_size: int,
     seq_len: int,
     seed: int,
-    rows: _RowsRead = _ALL,
+    rows: _RowSelection = _ALL_ROWS,
     packing: bool = True,
 ) -> grain.DatasetIterator[Batch]:
-    """Batches of ``batch_size`` rows, or pairs of rows, forever; ``rows`` and the state are as in ``training_batches``.
+    """Return an endless iterator over batches of ``batch_size`` rows, or pairs of rows.
 
-    With ``packing`` a source's conversations share rows of ``seq_len + 1`` tokens; without, and in pairs, each has its
-    own, as long as that or, where the batch's longest fits, about a quarter of it. Every epoch shuffles a source's rows
-    anew, and they are drawn by its weight.
+    With ``packing``, conversations of one source share rows of ``seq_len + 1`` tokens. Without it,
+    and for pairs, each conversation has its own row. These rows have ``seq_len + 1`` tokens, or
+    about a quarter of that if the longest conversation of the batch fits; no other widths occur.
+
+    Every epoch shuffles the rows of a source anew. Sources are drawn by their weights. ``rows`` and
+    the state are as in ``training_batches``.
     """
-    is_alone, short = data.rows_each > 1 or not packing, min(-(-seq_len // 32) * 8, seq_len) + 1
+    full_width = seq_len + 1
+    short_width = min(-(-seq_len // 32) * 8, seq_len) + 1
+    is_packed = packing and data.rows_each == 1
 
-    def gather(chosen: Sequence[np.ndarray]) -> Batch:
-        fits = is_alone and data.sizes[np.concatenate(chosen)].max() <= short
-        return _rows(data, chosen, short if fits else seq_len + 1, rows)
+    def read_rows(plan: Sequence[np.ndarray]) -> Batch:
+        width = full_width
+        if not is_packed and data.sizes[np.concatenate(plan)].max() <= short_width:
+            width = short_width
+        return _assemble(data, plan, width, rows)
 
-    plans = _plans(data, seq_len, seed, packing)
+    plans = _plan_sources(data, seq_len, seed, packing)
     streams = [grain.MapDataset.source(plan).seed(seed).shuffle().repeat(None) for plan in plans]
-    batches = grain.MapDataset.mix(streams, data.weights).batch(
-        batch_size, drop_remainder=True, batch_fn=gather
-    )
+    mixture = grain.MapDataset.mix(streams, data.weights)
+    batches = mixture.batch(batch_size, drop_remainder=True, batch_fn=read_rows)
     return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=0)))
 
 
 def chat_validation_batches(
     data: Conversations, *, batch_size: int, seq_len: int, max_tokens: int = 0
 ) -> Iterator[Batch]:
-    """Each conversation once, in order, in rows of ``seq_len + 1`` tokens; those that the last batch lacks are padding.
+    """Return batches that have each conversation once, in order, in rows of ``seq_len + 1`` tokens.
 
-    With ``max_tokens`` over 0, evenly spaced rows, or pairs of them, with about that many tokens, at least one.
+    Rows that the last batch lacks are padding. If ``max_tokens`` is positive, only evenly spaced
+    rows, or pairs of rows, with about that many tokens are used, at least one.
     """
-    plan = _plan(data, np.arange(len(data.sizes)), seq_len, packing=True)
-    share = max_tokens / data.sizes.sum() if max_tokens else 1
-    count = min(len(plan), max(1, int(len(plan) * share)))
+    plan = _plan_rows(data, np.arange(len(data.sizes)), seq_len, packing=True)
+    count = len(plan)
+    if max_tokens:
+        share = max_tokens / data.sizes.sum()
+        count = min(len(plan), max(1, int(len(plan) * share)))
     chosen = [plan[index] for index in np.arange(count) * len(plan) // count]
     chosen += [np.zeros(0, int)] * (-count % batch_size)
     batches = (chosen[start : start + batch_size] for start in range(0, count, batch_size))
-    return (_rows(data, batch, seq_len + 1) for batch in batches)
+    return (_assemble(data, batch, seq_len + 1) for batch in batches)
 
 
 def rows_an_epoch(data: Conversations, *, seq_len: int, seed: int, packing: bool = True) -> int:
-    """How many rows, or pairs of them, ``chat_batches`` has of all conversations together."""
-    return sum(map(len, _plans(data, seq_len, seed, packing)))
+    """Return the number of rows, or pairs of rows, that hold every conversation once."""
+    return sum(map(len, _plan_sources(data, seq_len, seed, packing)))
 
 
-def _plans(data: Conversations, seq_len: int, seed: int, packing: bool) -> list[list[np.ndarray]]:
-    owns = (np.flatnonzero(data.sources == source) for source in range(len(data.weights)))
-    return [
-        _plan(data, np.random.default_rng(seed).permutation(own), seq_len, packing) for own in owns
-    ]
+def _plan_sources(
+    data: Conversations, seq_len: int, seed: int, packing: bool
+) -> list[list[np.ndarray]]:
+    """Plan the rows of each source, from its conversations in random order."""
+    plans = []
+    for source in range(len(data.weights)):
+        members = np.flatnonzero(data.sources == source)
+        order = np.random.default_rng(seed).permutation(members)
+        plans.append(_plan_rows(data, order, seq_len, packing))
+    return plans
 
 
-def _plan(data: Conversations, order: np.ndarray, seq_len: int, packing: bool) -> list[np.ndarray]:
-    """The conversations in each row, first fit in one of the last ``OPEN_ROWS``; or those of each pair."""
+def _plan_rows(
+    data: Conversations, order: np.ndarray, seq_len: int, packing: bool
+) -> list[np.ndarray]:
+    """Return the indices of the conversations in each row, or of the two of each pair.
+
+    Packing is first fit: a conversation goes to the first of the last ``OPEN_ROWS`` rows that has
+    room for it, or else begins a new row.
+    """
     if data.rows_each > 1 or not packing:
-        return list(order[order % data.rows_each == 0, None] + np.arange(data.rows_each))
-    room, row_of, used = np.full(len(order), seq_len + 1), np.zeros(len(order), int), 0
-    for place, size in enumerate(data.sizes[order].tolist()):
-        first = max(used - OPEN_ROWS, 0)
-        row_of[place] = row = first + int(np.argmax(room[first : used + 1] >= size))
+        is_first = order % data.rows_each == 0
+        return list(order[is_first, None] + np.arange(data.rows_each))
+    members: list[list[int]] = [[]]
+    # Free tokens in each row, also in the rows that are not begun yet.
+    room = np.full(len(order) + 1, seq_len + 1)
+    for index, size in zip(order.tolist(), data.sizes[order].tolist(), strict=True):
+        first_open = max(len(members) - OPEN_ROWS, 0)
+        # The first True of the open rows and of a new one, which has room for anything. NumPy's
+        # search takes half the time of a loop.
+        has_room = room[first_open : len(members) + 1] >= size
+        row = first_open + int(np.argmax(has_room))
+        if row == len(members):
+            members.append([])
+        members[row].append(index)
         room[row] -= size
-        used = max(used, row + 1)
-    return np.split(order[np.argsort(row_of, kind="stable")], np.cumsum(np.bincount(row_of))[:-1])
+    return [np.array(indices, int) for indices in members]
 
 
-def _rows(
-    data: Conversations, plan: Sequence[np.ndarray], window: int, read: _RowsRead = _ALL
+def _assemble(
+    data: Conversations,
+    plan: Sequence[np.ndarray],
+    width: int,
+    selection: _RowSelection = _ALL_ROWS,
 ) -> Batch:
-    """The rows as planned, a pair's one after the other; those not in ``read`` are zeros."""
-    each_row = [unit[side :: data.rows_each] for unit in plan for side in range(data.rows_each)]
-    tokens, segments, counted = (
-        np.zeros((len(each_row), window), dtype) for dtype in (np.int32, np.int32, bool)
-    )
-    for row in np.arange(len(each_row))[read]:
+    """Copy the planned conversations into rows of ``width`` tokens.
+
+    The two rows of a pair follow each other. Rows that are not in ``selection`` are zeros.
+    """
+    members = [unit[side :: data.rows_each] for unit in plan for side in range(data.rows_each)]
+    shape = len(members), width
+    tokens = np.zeros(shape, np.int32)
+    segments = np.zeros(shape, np.int32)
+    counted = np.zeros(shape, bool)
+    for row in np.arange(len(members))[selection]:
         end = 0
-        for segment, index in enumerate(each_row[row], 1):
+        for segment, index in enumerate(members[row], 1):
+            start = end
+            end += data.sizes[index]
             source = slice(data.starts[index], data.starts[index] + data.sizes[index])
-            place, end = np.s_[row, end : end + data.sizes[index]], end + data.sizes[index]
-            tokens[place], segments[place], counted[place] = (
-                data.tokens[source],
-                segment,
-                data.counted[source],
-            )
-    if data.reference is None:
-        return Batch(tokens, segments, counted)
-    return Batch(
-        tokens,
-        segments,
-        counted,
-        np.array([data.reference[own].sum() for own in each_row], np.float32),
-    )
+            tokens[row, start:end] = data.tokens[source]
+            segments[row, start:end] = segment
+            counted[row, start:end] = data.counted[source]
+    reference = None
+    if data.reference is not None:
+        sums = [data.reference[indices].sum() for indices in members]
+        reference = np.array(sums, np.float32)
+    return Batch(tokens, segments, counted, reference)

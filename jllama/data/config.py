@@ -1,4 +1,4 @@
-"""What to train on, as data."""
+"""Options of the training data."""
 
 import dataclasses
 import functools
@@ -12,25 +12,32 @@ class DataConfig:
     """The corpus, its tokenizer and its split.
 
     Args:
-        path: a file, folder or glob of text, ``.jsonl`` or Parquet, packed or not; or ``stdlib`` (Python's own),
-            ``tinyshakespeare`` (downloaded) or ``persona`` (chats).
-        mixture: chats in place of ``path``: several such paths, each with its share of what is drawn.
-        task: learn all of a ``text``, the answers of a ``chat``, or a ``preference`` between two answers; ``auto``
-            goes by the fields of the first record.
-        text_field: the field of each ``.jsonl`` object, or the column of a Parquet file, that holds the text.
-        encoding: of text files, by Python's name (``latin-1``, say); rows are UTF-8.
-        bad_rows: rows and files that cannot be learned from are all named and refused (``refuse``), or left out and
-            counted (``skip``).
-        follow_links: read files that links in a folder lead to outside it.
-        tokenizer: ``bpe`` trains one as Llama 2's on the training split, ``bytes`` needs no training; or a path.
-        vocab_size: tokens of the ``bpe`` to train.
+        path: a file, folder or glob of text, ``.jsonl`` or Parquet, compressed or not; or
+            ``stdlib`` (Python's own), ``tinyshakespeare`` (downloaded) or ``persona`` (chats).
+        mixture: chats from several paths, in place of ``path``: the share of each that is drawn.
+        task: learn all of a ``text``, the answers of a ``chat``, or a ``preference`` between two
+            answers; ``auto`` decides by the fields of the first record.
+        text_field: the field of each ``.jsonl`` object, or the column of a Parquet file, that holds
+            the text.
+        encoding: the encoding of text files, by Python's name (``latin-1``, say); rows are UTF-8.
+        bad_rows: rows and files that cannot be learned from are all named and refused
+            (``refuse``), or left out and counted (``skip``).
+        follow_links: read files outside a folder that links in it lead to.
+        tokenizer: ``bpe`` trains one like Llama 2's on the training split, ``bytes`` needs no
+            training; or the path of a tokenizer.
+        vocab_size: the number of tokens of the ``bpe`` to train.
         validation_fraction: the part of the text that is held out.
-        too_long: a conversation of more than ``training.seq_len`` + 1 tokens loses its end (``cut``) or is left out
-            (``drop``).
-        chat_template: what turns chats into text in place of the checkpoint's own template: a file, or ``llama2``,
-            ``llama3`` or ``chatml``. The run's folder keeps it as its own.
-        packing: conversations share rows, each attending to itself alone; without, and for pairs, each has its own.
-        cache_dir: for downloads, tokenizers and tokens; empty means ``$JLLAMA_CACHE`` or ``~/.cache/jllama``.
+        too_long: a conversation of more than ``training.seq_len`` + 1 tokens loses its end
+            (``cut``) or is left out (``drop``).
+        chat_template: the template that turns chats into text, in place of the checkpoint's own: a
+            file, or ``llama2``, ``llama3`` or ``chatml``. The run's folder stores it as its own.
+        packing: conversations share rows, each attending only to itself; if false, and for pairs,
+            each has its own row.
+        cache_dir: the folder for downloads, tokenizers and tokens; empty means ``$JLLAMA_CACHE``
+            or ``~/.cache/jllama``.
+
+    >>> DataConfig("stories.txt", tokenizer="bytes").validation_fraction
+    0.1
     """
 
     path: str = "stdlib"
@@ -63,11 +70,15 @@ class DataConfig:
         )
         check(
             "mixture",
-            lambda weights: all(0 < each < 1e9 for each in weights.values()),
+            lambda weights: all(0 < weight < 1e9 for weight in weights.values()),
             "a positive number by path",
         )
         if self.mixture:
-            check("path", "stdlib".__eq__, "left out with data.mixture, which has the paths")
+            check(
+                "path",
+                lambda path: path == "stdlib",
+                "left out with data.mixture, which has the paths",
+            )
             check(
                 "task",
                 lambda task: task != "text",

@@ -1,6 +1,7 @@
-"""A corpus is a list of files; each holds one document, or one a line in JSON, or one a row in Parquet.
+"""Files of a corpus, and the documents in them.
 
-None is ever whole in memory: a document is read in blocks, as often as its blocks are asked for.
+A file holds one document, or one in each line of JSON Lines, or one in each row of Parquet. No
+document is ever whole in memory: it is read in chunks, as often as its chunks are requested.
 """
 
 import codecs
@@ -31,17 +32,19 @@ SHAKESPEARE_URL = (
 )
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
-BLOCK = 1 << 18  # characters
-LONGEST_BLOCK = 1 << 20  # characters, where there is no place to cut
-LONGEST_LINE = 1 << 28  # bytes of one line of JSON, or an array: it is in memory as a whole
-MOST_NAMED = 20  # of the rows and files that cannot be learned from
+CHUNK = 1 << 18  # characters
+LONGEST_CHUNK = 1 << 20  # characters, if there is no place to cut
+LONGEST_LINE = 1 << 28  # bytes of a line of JSON, or of an array, which is in memory as a whole
+MAX_NAMED = 20  # rows and files that an error names
 CUTS = (re.compile(r".*\S\n(?=\S)", re.DOTALL), re.compile(r".*[^\W\d_](?= [^\W\d_])", re.DOTALL))
-"""Where a block may end: after a line that no white space follows, or else after a word that one space follows."""
+"""Where a chunk may end: after a line that no white space follows, else after a word that one space
+follows."""
 
 _KINDS = {
     b"\x1f\x8b": "gzip",
     b"\x28\xb5\x2f\xfd": "Zstandard",
-    b"PAR1": "Parquet",  # up to here these are read
+    b"PAR1": "Parquet",
+    # The kinds below are recognized, and refused.
     b"PK\x03\x04": "ZIP",
     b"BZh91AY&SY": "bzip2",
     b"\xfd7zXZ": "xz",
@@ -50,83 +53,96 @@ _KINDS = {
     b"\x93NUMPY": "NumPy",
     b"GGUF": "GGUF",
 }
-_TEXT = re.compile(
-    "(large_|dictionary<values=)?str(?!uct)"
-)  # how its types begin, in Python and in Parquet
+"""The kind of a file by its first bytes."""
+_TEXT_TYPE = re.compile("(large_|dictionary<values=)?str(?!uct)")
+"""How the names of text types begin, in Python and in Parquet."""
 _EXTRAS = {
     "Zstandard": ("zstd", "compression.zstd", "backports.zstd"),
     "Parquet": ("parquet", "pyarrow.parquet"),
 }
+"""The extra of jllama that installs the reader of a kind, and the modules that may read it."""
 
 Document = Callable[[], Iterator[str]]
-"""A text, never empty, in parts of about ``BLOCK`` characters that end as ``CUTS`` says, or of ``LONGEST_BLOCK``."""
+"""A text, never empty, in chunks of about ``CHUNK`` characters that end as ``CUTS`` says, or of
+``LONGEST_CHUNK``."""
 
 
 class Findings:
-    """What is wrong in data, and what may not be meant.
+    """Problems of data, and notes on what may be a mistake.
 
-    Rows and files that cannot be learned from are refused at the first, or together, or left out. ``notes`` counts the
-    rest by what it is.
+    By ``policy``, a row or file that cannot be learned from raises an error at once (``first``),
+    raises one error together with all others (``refuse``), or is left out (``skip``). ``notes``
+    counts other observations by their description.
     """
 
     def __init__(self, policy: Literal["first", "refuse", "skip"] = "first") -> None:
         self.policy = policy
-        self.named: list[str] = []
+        self.problems: list[str] = []
         self.notes = Counter[str]()
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """Inside, a JllamaError is a row or file that cannot be learned from."""
+        """Treat a ``JllamaError`` inside as a row or file that cannot be learned from."""
         try:
             yield
         except JllamaError as error:
             if self.policy == "first":
                 raise
-            self.named.append(str(error))
+            self.problems.append(str(error))
 
     def finish(self) -> list[str]:
-        """Return what to say, a line each; what is refused is one JllamaError."""
-        notes = [f"{what}: {count:,}" for what, count in self.notes.items() if count]
-        if not self.named:
+        """Return the lines to print; raise one ``JllamaError`` for all that is refused."""
+        notes = [f"{note}: {count:,}" for note, count in self.notes.items() if count]
+        if not self.problems:
             return notes
-        said = f"{len(self.named):,} rows or files cannot be learned from: data.bad_rows skip leaves them out"
-        lines = [said, *self.named[:MOST_NAMED]]
-        if self.policy == "refuse":
-            raise JllamaError(*(lines if len(self.named) > 1 else self.named))
-        return lines + notes
+        title = (
+            f"{len(self.problems):,} rows or files cannot be learned from: "
+            "data.bad_rows skip leaves them out"
+        )
+        lines = [title, *self.problems[:MAX_NAMED]]
+        if self.policy == "skip":
+            return lines + notes
+        if len(self.problems) == 1:
+            lines = self.problems
+        raise JllamaError(*lines)
 
 
-AT_ONCE = Findings()
+FAIL_FAST = Findings()
 
 
 def corpus_files(path: str, cache_dir: Path, follow_links: bool = False) -> dict[str, Path]:
-    """Return the files of a corpus by their name within it, sorted; JllamaError if there is none.
+    """Return the files of a corpus by their name within it, sorted.
 
-    ``path`` is ``stdlib``, ``tinyshakespeare`` (downloaded into ``cache_dir`` if it is not there), ``persona``, a file,
-    a folder (every file below it, hidden ones left out) or a glob. Links that lead out of a folder are refused, but for
-    ``follow_links``.
+    Args:
+        path: ``stdlib``, ``tinyshakespeare`` (downloaded into ``cache_dir`` if missing),
+            ``persona``, a file, a folder (every file below it that is not hidden) or a glob.
+        cache_dir: the folder for downloads.
+        follow_links: allow links that lead out of a folder.
+
+    Raises:
+        JllamaError: there is no file, or a link leads out of the folder.
     """
+    root = Path(path).expanduser()
     if path == "stdlib":
-        walked = _walk(Path(sysconfig.get_paths()["stdlib"]), STDLIB_LEFT_OUT)
-        files = {name: file for name, file in walked if file.suffix == ".py"}
+        below = _walk(Path(sysconfig.get_paths()["stdlib"]), STDLIB_LEFT_OUT)
+        files = {name: file for name, file in below if file.suffix == ".py"}
     elif path == "tinyshakespeare":
         files = {path: _tinyshakespeare(cache_dir / "tinyshakespeare.txt")}
     elif path == "persona":
         files = {"persona.jsonl": Path(__file__).with_name("persona.jsonl")}
-    elif (root := Path(path).expanduser()).is_file():
+    elif root.is_file():
         files = {root.name: root}
     elif root.is_dir():
         files = dict(_walk(root))
         for file in files.values():
             if not follow_links and root.resolve() not in file.resolve().parents:
-                said = f"{file} is a link out of the folder, to {file.resolve()}"
-                raise JllamaError(f"{said}: set data.follow_links to true, or remove such links")
+                raise JllamaError(
+                    f"{file} is a link out of the folder, to {file.resolve()}: "
+                    "set data.follow_links to true, or remove such links"
+                )
     else:
-        files = {
-            file.as_posix(): file
-            for file in map(Path, glob.glob(str(root), recursive=True))
-            if file.is_file()
-        }
+        matches = map(Path, glob.glob(str(root), recursive=True))
+        files = {file.as_posix(): file for file in matches if file.is_file()}
     if not files:
         advice = "give stdlib, tinyshakespeare, persona, or an existing file, folder or glob"
         raise JllamaError(f"data.path {path!r} has no files: {advice}")
@@ -134,121 +150,135 @@ def corpus_files(path: str, cache_dir: Path, follow_links: bool = False) -> dict
 
 
 def _walk(root: Path, left_out: Collection[str] = ()) -> Iterator[tuple[str, Path]]:
-    """The files below ``root`` by their relative names; hidden ones and folders named in ``left_out`` are skipped."""
+    """Yield the files below ``root`` with their relative names.
+
+    Hidden files and folders, and folders that ``left_out`` names, are skipped.
+    """
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [
             name for name in subfolders if not name.startswith(".") and name not in left_out
         ]
-        files = (Path(folder, name) for name in names if not name.startswith("."))
-        yield from ((file.relative_to(root).as_posix(), file) for file in files if file.is_file())
+        for name in names:
+            file = Path(folder, name)
+            if not name.startswith(".") and file.is_file():
+                yield file.relative_to(root).as_posix(), file
 
 
 def read_corpus(
     files: Iterable[Path],
     text_field: str = "text",
     encoding: str = "utf-8",
-    findings: Findings = AT_ONCE,
+    findings: Findings = FAIL_FAST,
 ) -> Iterator[Document]:
     """Yield the documents of ``corpus_files`` that are not empty.
 
-    A ``.jsonl`` file has an object on each line, and a Parquet file a row each, with the text in ``text_field``; any
-    other file is one document, in ``encoding``. All but Parquet may be packed with gzip or Zstandard, with ``.gz`` or
-    ``.zst`` behind the name or without. What is no text of that encoding (also while a document is read) raises
-    JllamaError, or is what ``findings`` make of it.
+    A ``.jsonl`` file has an object in each line, a Parquet file has rows; both have the text in
+    ``text_field``. Any other file is one document, in ``encoding``. All but Parquet may be
+    compressed with gzip or Zstandard, with or without ``.gz`` or ``.zst`` at the end of the name.
+
+    Raises:
+        JllamaError: a file is not text of that encoding, also while a document is read; or
+            ``findings`` collects this.
     """
+    check = functools.partial(_check_text, text_field)
     for path in files:
         with findings.noted():
-            if has_rows(path):
-                for where, fields in read_rows(
-                    path, [text_field], functools.partial(_check_text, text_field), findings
-                ):
-                    text = fields[text_field] or ""
-                    with (
-                        findings.noted(),
-                        fault_of(f"{where} is not a JSON object", UnicodeEncodeError),
-                    ):
-                        text.encode()  # not so a lone surrogate
-                        if text:
-                            yield functools.partial(cut, [text])
-            elif sum(map(len, _decoded(path, encoding))):  # all of it is text
-                yield lambda path=path: cut(_decoded(path, encoding))
+            if not has_rows(path):
+                # This reads the whole file, so all of it is known to be text.
+                if sum(map(len, _decode_file(path, encoding))):
+                    yield lambda path=path: cut_chunks(_decode_file(path, encoding))
+                continue
+            for place, fields in read_rows(path, [text_field], check, findings):
+                text = fields[text_field] or ""
+                problem = f"{place} is not a JSON object"
+                with findings.noted(), fault_of(problem, UnicodeEncodeError):
+                    text.encode()  # raises for a lone surrogate
+                    if text:
+                        yield functools.partial(cut_chunks, [text])
 
 
 def has_rows(path: Path) -> bool:
-    """Whether a file is of JSON Lines or Parquet, which ``read_rows`` reads."""
-    with _opened(path) as (kind, _):
-        return kind == "Parquet" or path.name.removesuffix(".gz").removesuffix(".zst").endswith(
-            ".jsonl"
-        )
+    """Return whether a file is JSON Lines or Parquet, which ``read_rows`` reads."""
+    with _open_file(path) as (kind, _):
+        name = path.name.removesuffix(".gz").removesuffix(".zst")
+        return kind == "Parquet" or name.endswith(".jsonl")
 
 
 def read_rows(
     path: Path,
     names: Collection[str],
     check: Callable[[str, dict[str, str]], object],
-    findings: Findings = AT_ONCE,
+    findings: Findings = FAIL_FAST,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each JSON object, of a line that is not blank or of an array, or each row's columns that ``names`` has.
+    """Yield the place and the fields of each JSON object or Parquet row of a file.
 
-    Before it comes where it stands. ``check``, called with such a place, or a Parquet file's path, and the types of the
-    fields there, may refuse it.
+    A JSON object is a line that is not blank, or an element of one array; all its fields are
+    returned. Only the columns in ``names`` are read from Parquet.
+
+    ``check`` may raise ``JllamaError``. It is called with the place of an object, or with the path
+    of a Parquet file, and with the types of the fields by name.
     """
-    with findings.noted(), _opened(path) as (kind, file):
+    with findings.noted(), _open_file(path) as (kind, file):
         if kind == "Parquet":
-            table = _extra(path, "Parquet").ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
-            kinds = {field.name: str(field.type) for field in table.schema_arrow}
-            check(str(path), kinds)
-            batches = table.iter_batches(64, columns=[name for name in names if name in kinds])
+            parquet = _import_reader(path, kind)
+            table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
+            types = {field.name: str(field.type) for field in table.schema_arrow}
+            check(str(path), types)
+            batches = table.iter_batches(64, columns=[name for name in names if name in types])
             rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
             yield from ((f"{path} row {number}", row) for number, row in enumerate(rows, 1))
-        else:
-            for where, value in _json_values(path, file):
-                with findings.noted():
-                    with fault_of(
-                        f"{where} is not a JSON object", ValueError, TypeError, RecursionError
-                    ):
-                        fields = {
-                            **(json.loads(value.decode()) if isinstance(value, bytes) else value)
-                        }
-                    check(where, {name: type(each).__name__ for name, each in fields.items()})
-                    yield where, fields
+            return
+        for place, value in _json_values(path, file):
+            problem = f"{place} is not a JSON object"
+            with findings.noted():
+                with fault_of(problem, ValueError, TypeError, RecursionError):
+                    if isinstance(value, bytes):
+                        value = json.loads(value.decode())
+                    fields = {**value}
+                check(place, {name: type(field).__name__ for name, field in fields.items()})
+                yield place, fields
 
 
 def _json_values(path: Path, file: Any) -> Iterator[tuple[str, Any]]:
-    """Each line that is not blank, as bytes, or each value of a file that is one JSON array; and where it stands."""
+    """Yield the place and the bytes of each line that is not blank.
+
+    If the file is one JSON array, yield the place and the value of each element.
+    """
     for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE), b""), 1):
-        where = f"{path} line {number}"
+        place = f"{path} line {number}"
         if len(line) == LONGEST_LINE:
-            raise JllamaError(f"{where} has over {LONGEST_LINE:,} bytes: write its text to a file")
+            raise JllamaError(f"{place} has over {LONGEST_LINE:,} bytes: write its text to a file")
         if number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
         if number == 1 and line.lstrip().startswith(b"["):
-            with fault_of(
-                f"{path} is no JSON array of up to {LONGEST_LINE:,} bytes",
-                ValueError,
-                RecursionError,
-            ):
+            problem = f"{path} is not a JSON array of at most {LONGEST_LINE:,} bytes"
+            with fault_of(problem, ValueError, RecursionError):
                 values = json.loads(line + file.read(LONGEST_LINE - len(line)))
-            yield from ((f"{path} element {place}", value) for place, value in enumerate(values, 1))
+            yield from ((f"{path} element {index}", value) for index, value in enumerate(values, 1))
         elif line.strip():
-            yield where, line
+            yield place, line
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[tuple[str | None, Any]]:
-    """Which of ``_KINDS`` a file is, and its content unpacked; what goes wrong meanwhile is a JllamaError."""
-    advice = f"{path} must be converted to UTF-8 text, read by another data.encoding, fetched again or left out"
+def _open_file(path: Path) -> Iterator[tuple[str | None, Any]]:
+    """Open a file; give its kind in ``_KINDS`` and a reader of its decompressed content.
+
+    Errors inside become a ``JllamaError``.
+    """
+    advice = (
+        f"{path} must be converted to UTF-8 text, read by another data.encoding, fetched again "
+        "or left out"
+    )
     with (
         fault_of(advice, OSError, EOFError, ValueError, LookupError, zlib.error),
         path.open("rb") as file,
     ):
-        kind = next(
-            (kind for magic, kind in _KINDS.items() if file.peek(16).startswith(magic)), None
-        )
+        start = file.peek(16)
+        kind = next((kind for magic, kind in _KINDS.items() if start.startswith(magic)), None)
         if kind == "gzip":
             yield kind, gzip.GzipFile(fileobj=file)
         elif kind == "Zstandard":
-            zstd = _extra(path, kind)
+            zstd = _import_reader(path, kind)
             with fault_of(advice, zstd.ZstdError):
                 yield kind, zstd.ZstdFile(file)
         elif kind in (None, "Parquet"):
@@ -257,50 +287,50 @@ def _opened(path: Path) -> Iterator[tuple[str | None, Any]]:
             raise ValueError(f"it is a {kind} file")
 
 
-def _extra(path: Path, kind: str) -> Any:
+def _import_reader(path: Path, kind: str) -> Any:
+    """Import the module that reads a kind of file; raise ``JllamaError`` if there is none."""
     extra, *modules = _EXTRAS[kind]
     for name in modules:
         with contextlib.suppress(ImportError):
             return importlib.import_module(name)
     raise JllamaError(
-        f"{path} is a {kind} file, and what reads those is not installed: pip install 'jllama[{extra}]'"
+        f"{path} is a {kind} file, and the package that reads it is not installed: "
+        f"pip install 'jllama[{extra}]'"
     )
 
 
-def _decoded(path: Path, encoding: str) -> Iterator[str]:
-    """The text of a file, without a byte order mark; NUL is none."""
-    read_bytes = 0
-    with _opened(path) as (_, file):
-        "".encode(encoding)  # LookupError, unless it is one of text
-        is_utf8 = encoding == "utf-8"
+def _decode_file(path: Path, encoding: str) -> Iterator[str]:
+    """Yield the text of a file in parts, without a byte order mark; NUL is not text."""
+    is_utf8 = encoding == "utf-8"
+    num_read = 0
+    with _open_file(path) as (_, file):
+        "".encode(encoding)  # raises LookupError unless it is an encoding of text
         decoder = codecs.getincrementaldecoder("utf-8-sig" if is_utf8 else encoding)()
-        for chunk in itertools.chain(iter(lambda: file.read(BLOCK), b""), [b""]):
-            read_bytes += len(chunk)
+        for data in itertools.chain(iter(lambda: file.read(CHUNK), b""), [b""]):
+            num_read += len(data)
             try:
-                # No UTF-8 text has 0xFF.
-                text = decoder.decode(
-                    chunk.replace(b"\0", b"\xff") if is_utf8 else chunk, not chunk
-                )
+                # No UTF-8 text has 0xFF, so the decoder refuses a NUL at its offset.
+                without_nul = data.replace(b"\0", b"\xff") if is_utf8 else data
+                text = decoder.decode(without_nul, not data)
                 if "\0" in text:
-                    raise ValueError("it has a NUL, which no text has")
+                    raise ValueError("it has a NUL character, which text does not have")
             except UnicodeDecodeError as error:
-                place = error.start - len(error.object)  # from the end of what was read
-                byte = chunk[place] if -place <= len(chunk) else error.object[place]
-                said = f"byte 0x{byte:02X} at offset {read_bytes + place}"
-                raise ValueError(f"{said} is not {encoding.upper()} text") from None
+                # The error's bytes may begin in earlier data: count from their end.
+                place = error.start - len(error.object)
+                byte = data[place] if -place <= len(data) else error.object[place]
+                raise ValueError(
+                    f"byte 0x{byte:02X} at offset {num_read + place} is not {encoding.upper()} text"
+                ) from None
             yield text
 
 
-def cut(parts: Iterable[str]) -> Iterator[str]:
-    """The same text in blocks, see ``Document``."""
+def cut_chunks(parts: Iterable[str]) -> Iterator[str]:
+    """Yield the same text in chunks, see ``Document``."""
     pending = ""
-    for more in (
-        part[start : start + BLOCK] for part in parts for start in range(0, len(part), BLOCK)
-    ):
-        pending += more
-        if len(pending) >= BLOCK:
-            match = next(filter(None, (pattern.match(pending) for pattern in CUTS)), None)
-            end = match.end() if match else len(pending) if len(pending) >= LONGEST_BLOCK else 0
+    for part in parts:
+        for start in range(0, len(part), CHUNK):
+            pending += part[start : start + CHUNK]
+            end = _chunk_end(pending) if len(pending) >= CHUNK else 0
             if end:
                 yield pending[:end]
                 pending = pending[end:]
@@ -308,20 +338,34 @@ def cut(parts: Iterable[str]) -> Iterator[str]:
         yield pending
 
 
-def _check_text(field: str, where: str, kinds: dict[str, str]) -> None:
-    """Raise the error for fields, of these types, unless one is text and has the name that it should have."""
-    if _TEXT.match(kinds.get(field, "")):
+def _chunk_end(text: str) -> int:
+    """Return the last place in a text where a chunk may end, or 0 to wait for more text."""
+    for pattern in CUTS:
+        match = pattern.match(text)
+        if match:
+            return match.end()
+    return len(text) if len(text) >= LONGEST_CHUNK else 0
+
+
+def _check_text(field: str, place: str, types: dict[str, str]) -> None:
+    """Raise ``JllamaError`` unless ``field`` is one of the fields, with a type that is text."""
+    texts = [name for name, kind in types.items() if _TEXT_TYPE.match(kind)]
+    if field in texts:
         return
-    said = f"{where} has {f'a {kinds[field]} in' if field in kinds else 'no'} field {field!r}, where its text should be"
-    advice = f"set data.text_field to one of {[name for name in kinds if _TEXT.match(kinds[name])]}"
-    advice = "'messages' make it a chat: set data.task to chat" if "messages" in kinds else advice
-    raise JllamaError(f"{said}: {advice}")
+    problem = f"a {types[field]} in" if field in types else "no"
+    advice = f"set data.text_field to one of {texts}"
+    if "messages" in types:
+        advice = "'messages' make it a chat: set data.task to chat"
+    raise JllamaError(f"{place} has {problem} field {field!r}, where its text should be: {advice}")
 
 
 def _tinyshakespeare(target: Path) -> Path:
-    """Download the file if it is not there; it appears only when whole and checked."""
+    """Download the file if it is missing; it appears only when it is whole and checked."""
     if not target.is_file():
-        advice = f"tinyshakespeare must be downloaded elsewhere, from {SHAKESPEARE_URL}, and given as data.path"
+        advice = (
+            f"tinyshakespeare must be downloaded elsewhere, from {SHAKESPEARE_URL}, "
+            "and given as data.path"
+        )
         with (
             fault_of(advice, OSError),
             urllib.request.urlopen(SHAKESPEARE_URL, timeout=30) as response,
@@ -329,14 +373,17 @@ def _tinyshakespeare(target: Path) -> Path:
             data = response.read()
             if hashlib.sha256(data).hexdigest() != SHAKESPEARE_SHA256:
                 raise OSError(f"these {len(data)} bytes are not the known file")
-        with cached(target) as partial:
+        with write_cached(target) as partial:
             partial.write_bytes(data)
     return target
 
 
 @contextlib.contextmanager
-def cached(target: Path) -> Iterator[Path]:
-    """Inside, a path for what takes its place at ``target`` at the end, unless another process was quicker."""
+def write_cached(target: Path) -> Iterator[Path]:
+    """Give a path to write to, which is moved to ``target`` at the end.
+
+    If another process has written ``target`` meanwhile, its result stays.
+    """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(target, shared=True) as partial:

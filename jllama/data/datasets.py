@@ -1,4 +1,4 @@
-"""What training reads batches from: a tokenized corpus, conversations, or batches of one's own."""
+"""Sources of training batches: a tokenized corpus, conversations, or the user's own batches."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
@@ -24,11 +24,14 @@ TITLES = {"train": "training", "validation": "validation"}
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """A tokenized corpus. ``fingerprint`` names its files, its split, its tokenizer and what else has a say.
+    """A tokenized corpus.
 
-    A split is each document as BOS, its tokens, EOS, one after the other in a memory-mapped array, and ``counts`` what
-    ``counts.json`` holds: of each split the ``tokens`` with BOS and EOS, ``documents`` and ``bytes`` of UTF-8 text, and
-    ``gzip_bytes``, what ``gzip -9`` makes of the first ``gzip_of_bytes`` bytes of the validation text.
+    A split is a memory-mapped array of documents, each as BOS, its tokens, EOS. ``fingerprint``
+    identifies the files, the split, the tokenizer and the other options that change the tokens.
+
+    ``counts`` is the content of ``counts.json``: for each split the ``tokens`` (with BOS and EOS),
+    the ``documents`` and the ``bytes`` of UTF-8 text; and ``gzip_bytes``, to which ``gzip -9``
+    compresses the first ``gzip_of_bytes`` bytes of the validation text.
     """
 
     tokenizer: Tokenizer
@@ -36,41 +39,44 @@ class Dataset:
     validation: Integer[np.ndarray, "validation_tokens"]
     fingerprint: str
     counts: dict[str, Any]
-    notes: tuple[str, ...] = ()  # what was seen in the data that may not be meant, a line each
-    is_chat = False  # whether samples are asked through the chat template
+    notes: tuple[str, ...] = ()  # what in the data may be a mistake, one line each
+    is_chat = False  # whether samples use the chat template
     rows_each = 1  # see ``Conversations``
 
     def training_batches(
         self, *, packing: bool = True, **sizes: Any
     ) -> grain.DatasetIterator[Batch]:
-        """Batches forever, see ``batches.training_batches``."""
+        """Return endless batches, see ``batches.training_batches``."""
         return training_batches(self.train, bos_id=self.tokenizer.bos_id, **sizes)
 
     def validation_batches(self, **sizes: Any) -> Iterator[Batch]:
-        """What is held out, once, see ``batches.validation_batches``."""
+        """Return batches of the held-out text, see ``batches.validation_batches``."""
         return validation_batches(self.validation, bos_id=self.tokenizer.bos_id, **sizes)
 
     def size(self) -> str:
-        """How much there is to train on."""
+        """Describe the amount of training data."""
         return f"{self.counts['train']['tokens']:,} training tokens"
 
     def facts(self) -> dict[str, str]:
-        """What a run's page says of the data; a model should need less for a byte of text than ``gzip -9`` does."""
-        told = {}
+        """Describe the data for the run's page.
+
+        A model should need fewer bits for a byte of text than ``gzip -9`` does.
+        """
+        lines = {}
         for split, title in TITLES.items():
-            told[f"{title} text"] = "{bytes:,} bytes, {tokens:,} tokens".format(
-                **self.counts[split]
-            )
+            counts = self.counts[split]
+            lines[f"{title} text"] = "{bytes:,} bytes, {tokens:,} tokens".format(**counts)
         bits = 8 * self.counts["gzip_bytes"] / self.counts["gzip_of_bytes"]
-        return {**told, GZIP: f"{bits:.3f} (a model that beats gzip has learned something)"}
+        lines[GZIP] = f"{bits:.3f} (a model that beats gzip has learned something)"
+        return lines
 
 
 @dataclasses.dataclass(frozen=True)
 class ChatDataset:
-    """Tokenized conversations, or pairs of answers, as ``Dataset`` has a corpus.
+    """Tokenized conversations, or pairs of answers, with the methods of ``Dataset``.
 
-    ``counts`` has of each split the ``conversations``, ``tokens``, ``counted_tokens``, and how many were too long and
-    ``cut`` or ``dropped``.
+    ``counts`` has for each split the ``conversations``, ``tokens`` and ``counted_tokens``, and how
+    many conversations were too long and ``cut`` or ``dropped``.
     """
 
     tokenizer: Tokenizer
@@ -80,34 +86,38 @@ class ChatDataset:
     counts: dict[str, Any]
     notes: tuple[str, ...] = ()
     is_chat = True
-    rows_each = property(lambda self: self.train.rows_each)
+
+    @property
+    def rows_each(self) -> int:
+        """Return 2 for pairs of answers, else 1."""
+        return self.train.rows_each
 
     def training_batches(self, **sizes: Any) -> grain.DatasetIterator[Batch]:
-        """Batches forever, see ``batches.chat_batches``."""
+        """Return endless batches, see ``batches.chat_batches``."""
         return chat_batches(self.train, **sizes)
 
     def validation_batches(self, **sizes: Any) -> Iterator[Batch]:
-        """What is held out, once, see ``batches.chat_validation_batches``."""
+        """Return batches of what is held out, see ``batches.chat_validation_batches``."""
         return chat_validation_batches(self.validation, **sizes)
 
     def size(self) -> str:
-        """As of ``Dataset``."""
+        """Describe the amount of training data."""
         return self.facts()["training chats"]
 
     def facts(self) -> dict[str, str]:
-        """What a run's page says of the data."""
-        told = {}
+        """Describe the data for the run's page."""
+        lines = {}
         for split, title in TITLES.items():
             counts = self.counts[split]
             share = counts["counted_tokens"] / counts["tokens"]
             size = "{conversations:,} conversations of {tokens:,} tokens".format(**counts)
-            told[f"{title} chats"] = (
+            lines[f"{title} chats"] = (
                 f"{size}, {share:.1%} count; {counts['cut']:,} cut, {counts['dropped']:,} left out"
             )
-        return told
+        return lines
 
     def first_question(self) -> list[int]:
-        """The ids before the first token that counts in the first conversation that is held out."""
+        """Return the ids before the first counted token of the first held-out conversation."""
         start = self.validation.starts[0]
         end = start + self.validation.sizes[0]
         question_tokens = self.validation.counted[start:end].argmax()
@@ -116,7 +126,7 @@ class ChatDataset:
 
 @dataclasses.dataclass(frozen=True)
 class BatchSource:
-    """Batches of one's own, for ``jllama.train(config, data=...)``.
+    """The user's own batches, for ``jllama.train(config, data=...)``.
 
     Example::
 
@@ -128,12 +138,14 @@ class BatchSource:
         source = jllama.BatchSource(tokenizer, batches, lambda: itertools.islice(batches(), 4))
 
     Args:
-        tokenizer: of the run: its samples, its folder, and how many bytes of text a token stands for.
-        training: gives an iterator from the first batch on, of ``training.batch_size`` rows of ``training.seq_len + 1``
-            tokens each. A run that goes on reads again, and leaves out, the batches that it has had, unless the
-            iterator has ``get_state()``, of what JSON can hold, and ``set_state(state)``, as those of ``grain`` have.
-        validation: gives the batches of an evaluation.
-        fingerprint: names what these are; a run goes on with the same alone.
+        tokenizer: the run's tokenizer, for its samples, its folder, and the bytes of text that a
+            token stands for.
+        training: returns an iterator from the first batch on. A batch has ``training.batch_size``
+            rows of ``training.seq_len + 1`` tokens. A run that continues reads and drops the
+            batches that it has had, unless the iterator has ``get_state()``, which returns what
+            JSON can hold, and ``set_state(state)``, as the iterators of ``grain`` have.
+        validation: returns the batches of one evaluation.
+        fingerprint: identifies the data; a run continues only with the same fingerprint.
     """
 
     tokenizer: Tokenizer
@@ -145,26 +157,26 @@ class BatchSource:
     rows_each = 1
 
     def training_batches(self, **sizes: Any) -> Any:
-        """The iterator of ``training``, which can go on where it was."""
+        """Return the iterator of ``training``, made to store and restore its state."""
         batches = iter(self.training())
         return batches if hasattr(batches, "set_state") else CountedBatches(batches)
 
     def validation_batches(self, **sizes: Any) -> Iterator[Batch]:
-        """The batches of ``validation``."""
+        """Return the batches of ``validation``."""
         return iter(self.validation())
 
     def size(self) -> str:
-        """As of ``Dataset``."""
+        """Describe the amount of training data."""
         return self.fingerprint
 
     def facts(self) -> dict[str, str]:
-        """What a run's page says of the data."""
+        """Describe the data for the run's page."""
         return {"data": self.fingerprint}
 
 
 @dataclasses.dataclass
 class CountedBatches:
-    """An iterator whose state is the number of batches that have been read, which a step will check."""
+    """An iterator whose state is the number of batches read so far."""
 
     batches: Iterator[Any]
     count: int = 0
@@ -178,11 +190,11 @@ class CountedBatches:
         return batch
 
     def get_state(self) -> dict[str, int]:
-        """The number of batches read so far."""
+        """Return the number of batches read so far."""
         return {"batches": self.count}
 
     def set_state(self, state: dict[str, int]) -> None:
-        """Read and leave out batches until ``state``'s number has been read."""
+        """Drop batches until as many have been read as ``state`` says."""
         while self.count < state["batches"] and next(self, None) is not None:
             pass
 

@@ -1,6 +1,11 @@
-"""From a corpus to tokens on disk, once: documents, their split, their tokenizer, and flat files of ids."""
+"""From a corpus to token ids on disk: documents, their split, their tokenizer, flat files of ids.
+
+The work is done once and cached. All stages are generators over chunks of text, so memory does not
+grow with the corpus: ``read_corpus`` -> ``split_documents`` -> ``_write_tokens``.
+"""
 
 import collections
+import functools
 import gzip
 import hashlib
 import itertools
@@ -10,12 +15,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jllama.data.config import DataConfig
-from jllama.data.corpus import Document, Findings, cached, corpus_files, read_corpus
+from jllama.data.corpus import Document, Findings, corpus_files, read_corpus, write_cached
 from jllama.data.datasets import Dataset
 from jllama.errors import JllamaError
 from jllama.files import cache_folder, fault_of
@@ -23,204 +28,260 @@ from jllama.progress import progress
 from jllama.tokenizers import BytesTokenizer, Tokenizer, load_tokenizer, train_sentencepiece
 
 CACHE_VERSION = 1  # part of every fingerprint: raise it when the files below change
-_TRAINING = 2  # raise it when the tokenizer's training changes
-FEW_DOCUMENTS = 32  # up to so many, each document is split; above, whole documents go to one side
-CHUNK_CHARS = (
-    1 << 18
-)  # what one thread tokenizes at a time, a block of a document or many short ones
+_TRAINING_VERSION = 2  # raise it when the tokenizer's training changes
+FEW_DOCUMENTS = 32  # up to this many, each document is split; above, a document is in one split
+GROUP_CHARS = 1 << 18  # what a thread tokenizes at a time: one long chunk or many short ones
 GZIP_LIMIT = 1 << 26  # bytes of validation text that gzip is measured on
 SPLITS = ("train", "validation")
 
 
-class Block(NamedTuple):
-    """A part of a document, never empty, that one split gets; whether it is the first of those, and the last."""
+class Chunk(NamedTuple):
+    """A part of a document, never empty, that belongs to one split."""
 
     split: str
     text: str
-    starts: bool
-    ends: bool
+    starts: bool  # whether it is the first chunk of its document in this split
+    ends: bool  # whether it is the last one
 
 
 def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Dataset:
-    """Tokenize a corpus, or find it done: the cache is keyed by the files' names, sizes and times, and the tokenizer.
+    """Tokenize a corpus, or open the tokens in the cache.
 
-    It goes in blocks, on every core, so memory does not grow with it. A block ends where no Llama's tokenizer has a
-    token across (``corpus.CUTS``), or after ``corpus.LONGEST_BLOCK`` characters without such a place, where a token may
-    be another. What cannot be read or cached, or is too short, raises JllamaError; ``tokenizer`` replaces ``config``'s.
+    The key of the cache is the files' names, sizes and modification times, the options that change
+    the tokens, and the tokenizer. The text is read in chunks and tokenized by threads on all cores.
+    A chunk ends where no tokenizer of a Llama has a token across the border (``corpus.CUTS``). If
+    ``corpus.LONGEST_CHUNK`` characters have no such place, it ends anywhere, and the tokens there
+    may differ from those of the whole text.
+
+    Args:
+        config: the corpus, its tokenizer and its split.
+        tokenizer: replaces ``config.tokenizer``.
+
+    Raises:
+        JllamaError: a file cannot be read or cached, or the text is too short.
+
+    Example::
+
+        data = jllama.prepare_data(jllama.DataConfig("stories.txt", tokenizer="bytes"))
+        batches = data.training_batches(batch_size=8, seq_len=64, seed=0)
     """
+    # 1. Identify the corpus.
     cache = cache_of(config)
     files = corpus_files(config.path, cache, config.follow_links)
     listing = listing_of(files)
-    others = [
-        value for value in (config.encoding, config.bad_rows) if value not in ("utf-8", "refuse")
-    ]
+    # These options are part of the key only if they are set, so that older caches stay valid.
+    defaults = ("utf-8", "refuse")
+    others = [value for value in (config.encoding, config.bad_rows) if value not in defaults]
     corpus = sha256(CACHE_VERSION, listing, config.text_field, config.validation_fraction, *others)
-    is_packed = any(name.endswith((".gz", ".zst", ".parquet")) for name in files)
-    size = None if is_packed else sum(size for _, size, _ in listing)
 
+    # 2. Prepare to read it. The progress bars show a share if its size is known.
+    is_compressed = any(name.endswith((".gz", ".zst", ".parquet")) for name in files)
+    num_bytes = None if is_compressed else sum(size for _, size, _ in listing)
     notes: list[str] = []
+    read_chunks = functools.partial(_read_chunks, config, files.values(), notes)
 
-    def blocks(move: Callable[[int], None]) -> Iterator[Block]:
-        findings = Findings(config.bad_rows)
-        documents = read_corpus(files.values(), config.text_field, config.encoding, findings)
-        for block in split_documents(documents, config.validation_fraction):
-            move(len(block.text.encode()))
-            yield block
-        notes[:] = findings.finish()
-
+    # 3. Load or train the tokenizer.
     if tokenizer is None and config.tokenizer == "bytes":
         tokenizer = BytesTokenizer()
     elif tokenizer is None:
         folder = Path(config.tokenizer)
         if config.tokenizer == "bpe":
-            folder = cache / f"bpe-{sha256(_TRAINING, corpus, config.vocab_size)[:16]}"
+            key = sha256(_TRAINING_VERSION, corpus, config.vocab_size)
+            folder = cache / f"bpe-{key[:16]}"
             if not folder.exists():
                 with (
-                    cached(folder) as partial,
-                    progress("learning a vocabulary", size, of_bytes=True) as move,
+                    write_cached(folder) as partial,
+                    progress("learning a vocabulary", num_bytes, of_bytes=True) as advance,
                 ):
-                    texts = (block.text for block in blocks(move) if block.split == "train")
+                    chunks = read_chunks(advance)
+                    texts = (chunk.text for chunk in chunks if chunk.split == "train")
                     partial.mkdir()
                     train_sentencepiece(texts, config.vocab_size).save(partial)
         tokenizer = load_tokenizer(folder)
 
+    # 4. Write the tokens, unless they are in the cache, and open them.
     fingerprint = sha256(corpus, tokenizer.fingerprint())
     folder = cache / f"tokens-{fingerprint[:16]}"
     if not folder.exists():
-        with cached(folder) as partial, progress("tokenizing", size, of_bytes=True) as move:
+        with (
+            write_cached(folder) as partial,
+            progress("tokenizing", num_bytes, of_bytes=True) as advance,
+        ):
             partial.mkdir()
-            _write_tokens(blocks(move), tokenizer, partial, fingerprint, notes)
+            _write_tokens(read_chunks(advance), tokenizer, partial, fingerprint, notes)
     advice = f"{folder} must be deleted, since it does not hold what was written there"
     with fault_of(advice, OSError, ValueError, KeyError, TypeError):
         counts = json.loads((folder / "counts.json").read_text())
-        sizes = {folder / f"{split}.bin": counts[split]["tokens"] for split in SPLITS}
         train, validation = (
-            np.memmap(path, counts["dtype"], "r", shape=(size,)) for path, size in sizes.items()
+            np.memmap(folder / f"{split}.bin", counts["dtype"], "r", shape=counts[split]["tokens"])
+            for split in SPLITS
         )
-        return Dataset(
-            tokenizer, train, validation, fingerprint, counts, notes=tuple(counts.get("notes", ()))
-        )
+        notes = counts.get("notes", ())
+        return Dataset(tokenizer, train, validation, fingerprint, counts, tuple(notes))
 
 
-def split_documents(documents: Iterable[Document], validation_fraction: float) -> Iterator[Block]:
-    """Give each document to ``train`` or ``validation``, by nothing but its text, so the order has no say.
+def _read_chunks(
+    config: DataConfig, files: Iterable[Path], notes: list[str], advance: Callable[[int], None]
+) -> Iterator[Chunk]:
+    """Yield the chunks of a corpus; report their bytes to ``advance``, set ``notes`` at the end."""
+    findings = Findings(config.bad_rows)
+    documents = read_corpus(files, config.text_field, config.encoding, findings)
+    for chunk in split_documents(documents, config.validation_fraction):
+        advance(len(chunk.text.encode()))
+        yield chunk
+    notes[:] = findings.finish()
 
-    A text is held out if its SHA-256, as a number in [0, 1), is under ``validation_fraction``; of ``FEW_DOCUMENTS`` or
-    fewer, each document's end is. What is not in memory is read twice, the first time for its hash or its length.
+
+def split_documents(documents: Iterable[Document], validation_fraction: float) -> Iterator[Chunk]:
+    """Assign each document to ``train`` or ``validation`` by its text alone, and yield its chunks.
+
+    A text is held out if its SHA-256, as a number in [0, 1), is below ``validation_fraction``. So
+    the order of the documents does not matter. If there are at most ``FEW_DOCUMENTS``, the end of
+    each document is held out instead. A document is read twice, first for its hash or its length.
     """
     documents = iter(documents)
     first = list(itertools.islice(documents, FEW_DOCUMENTS + 1))
     for document in itertools.chain(first, documents):
         if len(first) <= FEW_DOCUMENTS:
-            end = round(sum(map(len, document())) * (1 - validation_fraction))
-            yield from _blocks("train", document(), end=end)
-            yield from _blocks("validation", document(), end)
+            num_chars = sum(map(len, document()))
+            end = round(num_chars * (1 - validation_fraction))
+            yield from _cut_chunks("train", document(), end=end)
+            yield from _cut_chunks("validation", document(), start=end)
         else:
             digest = hashlib.sha256()
             for text in document():
                 digest.update(text.encode())
             fraction = int.from_bytes(digest.digest()[:8]) / 2**64
-            yield from _blocks(
-                "validation" if fraction < validation_fraction else "train", document()
-            )
+            split = "validation" if fraction < validation_fraction else "train"
+            yield from _cut_chunks(split, document())
 
 
-def _blocks(
+def _cut_chunks(
     split: str, texts: Iterable[str], start: int = 0, end: int = sys.maxsize
-) -> Iterator[Block]:
-    """The characters from ``start`` to ``end`` of a document that comes in parts."""
+) -> Iterator[Chunk]:
+    """Yield the characters from ``start`` to ``end`` of a document that comes in parts."""
     offset = 0
-    waiting, starts = "", True  # a block waits until it is known whether another follows
+    # A chunk waits until it is known whether another one follows.
+    waiting = ""
+    starts = True
     for text in texts:
         part = text[max(start - offset, 0) : max(end - offset, 0)]
         offset += len(text)
         if waiting and part:
-            yield Block(split, waiting, starts, False)
+            yield Chunk(split, waiting, starts, False)
             starts = False
         waiting = part or waiting
     if waiting:
-        yield Block(split, waiting, starts, True)
+        yield Chunk(split, waiting, starts, True)
 
 
 def cache_of(config: DataConfig) -> Path:
-    """The folder for downloads, tokenizers and tokens."""
+    """Return the folder for downloads, tokenizers and tokens."""
     return Path(config.cache_dir).expanduser() if config.cache_dir else cache_folder()
 
 
 def listing_of(files: Mapping[str, Path]) -> list[tuple[str, int, int]]:
-    """Names, sizes in bytes and times of files: what a cache of what is made of them is keyed by."""
-    return [(name, (stat := path.stat()).st_size, stat.st_mtime_ns) for name, path in files.items()]
+    """Return (name, bytes, modification time) of each file: the key of what is made of them."""
+    stats = ((name, path.stat()) for name, path in files.items())
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
 
 def encode_rest(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a block that is not its document's first: behind a newline, or SentencePiece would add a space."""
-    newline, ids = tokenizer.encode("\n"), tokenizer.encode("\n" + text)
-    return ids[len(newline) :] if ids[: len(newline)] == newline else tokenizer.encode(text)
+    """Return the ids of a chunk that is not the first of its document.
 
-
-def _groups(blocks: Iterable[Block]) -> Iterator[list[Block]]:
-    """Blocks that follow each other, of ``CHUNK_CHARS`` characters or more together; the last ones may have fewer."""
-    group, chars = [], 0
-    for block in blocks:
-        group.append(block)
-        chars += len(block.text)
-        if chars >= CHUNK_CHARS:
-            yield group
-            group, chars = [], 0
-    yield group
+    It is encoded behind a newline, because SentencePiece would put a space in front of it.
+    """
+    newline = tokenizer.encode("\n")
+    ids = tokenizer.encode("\n" + text)
+    if ids[: len(newline)] == newline:
+        return ids[len(newline) :]
+    return tokenizer.encode(text)
 
 
 def _write_tokens(
-    blocks: Iterable[Block], tokenizer: Tokenizer, folder: Path, fingerprint: str, notes: list[str]
+    chunks: Iterable[Chunk], tokenizer: Tokenizer, folder: Path, fingerprint: str, notes: list[str]
 ) -> None:
-    """Write the documents in their order, their counts, and the notes that there are at the end.
+    """Write ``train.bin``, ``validation.bin`` and ``counts.json``, with the documents in order.
 
-    Threads tokenize: the libraries release Python's lock.
+    Threads tokenize, because the libraries release Python's lock. ``notes`` is read at the end.
     """
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     counts = {split: collections.Counter(tokens=0, documents=0, bytes=0) for split in SPLITS}
     held_out = bytearray()
+    encode = functools.partial(_encode_group, tokenizer, dtype)
+    for ids in _ordered_map(encode, _group_chunks(chunks, counts, held_out)):
+        for split in SPLITS:
+            with (folder / f"{split}.bin").open("ab") as file:
+                file.write(ids[split].data)
+            counts[split]["tokens"] += len(ids[split])
 
-    def tokenize(group: list[Block]) -> dict[str, np.ndarray]:
-        ids = {split: [] for split in SPLITS}
-        for split, text, starts, ends in group:
-            ids[split] += (
-                [tokenizer.bos_id, *tokenizer.encode(text)]
-                if starts
-                else encode_rest(tokenizer, text)
+    for split in SPLITS:
+        if not counts[split]["tokens"]:
+            num_documents = sum(count["documents"] for count in counts.values())
+            raise JllamaError(
+                f"the {split} split is empty: the corpus has {num_documents} documents, "
+                "so give more text or another data.validation_fraction"
             )
-            ids[split] += [tokenizer.eos_id] * ends
-        return {split: np.array(ids[split], dtype) for split in SPLITS}
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        waiting, most = (
-            collections.deque(),
-            2 * (os.cpu_count() or 1),
-        )  # so that the corpus is never all in memory
-        for group in itertools.chain(
-            _groups(blocks), itertools.repeat([], most)
-        ):  # empty ones push the last ones out
-            for block in group:
-                data = block.text.encode()
-                counts[block.split].update(documents=int(block.starts), bytes=len(data))
-                held_out += (
-                    data[: GZIP_LIMIT - len(held_out)] if block.split == "validation" else b""
-                )
-            waiting.append(pool.submit(tokenize, group))
-            if len(waiting) > most:
-                for split, ids in waiting.popleft().result().items():
-                    with (folder / f"{split}.bin").open("ab") as file:
-                        file.write(ids.data)
-                    counts[split]["tokens"] += len(ids)
-
-    if empty := [split for split in SPLITS if not counts[split]["tokens"]]:
-        said = f"the {empty[0]} split is empty: the corpus has {sum(c['documents'] for c in counts.values())} documents"
-        raise JllamaError(f"{said}, so give more text or another data.validation_fraction")
     gzipped = {"gzip_bytes": len(gzip.compress(held_out)), "gzip_of_bytes": len(held_out)}
     report = {"fingerprint": fingerprint, "dtype": dtype.name, **counts, **gzipped, "notes": notes}
     (folder / "counts.json").write_text(json.dumps(report, indent=2) + "\n")
 
 
+def _group_chunks(
+    chunks: Iterable[Chunk], counts: Mapping[str, collections.Counter[str]], held_out: bytearray
+) -> Iterator[list[Chunk]]:
+    """Yield consecutive chunks in groups of at least ``GROUP_CHARS`` characters.
+
+    The last group may be smaller. The chunks are added to ``counts``, and their validation text to
+    ``held_out``.
+    """
+    group = []
+    num_chars = 0
+    for chunk in chunks:
+        data = chunk.text.encode()
+        counts[chunk.split].update(documents=int(chunk.starts), bytes=len(data))
+        if chunk.split == "validation":
+            held_out += data[: GZIP_LIMIT - len(held_out)]
+        group.append(chunk)
+        num_chars += len(chunk.text)
+        if num_chars >= GROUP_CHARS:
+            yield group
+            group = []
+            num_chars = 0
+    yield group
+
+
+def _encode_group(
+    tokenizer: Tokenizer, dtype: np.dtype, group: list[Chunk]
+) -> dict[str, np.ndarray]:
+    """Return the ids of a group by split; BOS begins each document and EOS ends it."""
+    ids = {split: [] for split in SPLITS}
+    for chunk in group:
+        if chunk.starts:
+            ids[chunk.split] += [tokenizer.bos_id, *tokenizer.encode(chunk.text)]
+        else:
+            ids[chunk.split] += encode_rest(tokenizer, chunk.text)
+        if chunk.ends:
+            ids[chunk.split].append(tokenizer.eos_id)
+    return {split: np.array(ids[split], dtype) for split in SPLITS}
+
+
+def _ordered_map(function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+    """Compute ``function(item)`` in threads and yield the results in the order of the items.
+
+    At most two items for each core are under way, so the items are never all in memory.
+    """
+    num_cores = os.cpu_count() or 1
+    pending = collections.deque()
+    with ThreadPoolExecutor(num_cores) as pool:
+        for item in items:
+            pending.append(pool.submit(function, item))
+            if len(pending) > 2 * num_cores:
+                yield pending.popleft().result()
+        for future in pending:
+            yield future.result()
+
+
 def sha256(*parts: object) -> str:
-    """The SHA-256 of what JSON can hold, in hexadecimal."""
+    """Return the SHA-256 of values that JSON can hold, in hexadecimal."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

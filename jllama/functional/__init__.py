@@ -1,16 +1,16 @@
-"""Pure functions on arrays, each with its formula and source; nothing here imports the rest of jllama."""
+"""Pure functions on arrays, each with its formula and source.
+
+Nothing here imports the rest of jllama.
+
+>>> import jax.numpy as jnp
+>>> print(rms_norm(jnp.array([[0.0, 4.0]]), scale=jnp.ones(2), eps=8.0))
+[[0. 1.]]
+"""
 
 from jllama.functional.attention import (
     ATTENDED as ATTENDED,
-    ATTENTION as ATTENTION,
-    CACHE_ATTENTION as CACHE_ATTENTION,
     Mask as Mask,
-    attention as attention,
-    AttentionImplementation as AttentionImplementation,
     Refused as Refused,
-    choose_attention as choose_attention,
-    choose_cache_attention as choose_cache_attention,
-    is_installed as is_installed,
     masked_softmax as masked_softmax,
     attention_weights as attention_weights,
     grouped_query_attention as grouped_query_attention,
@@ -23,6 +23,15 @@ from jllama.functional.block import (
     swiglu as swiglu,
 )
 from jllama.functional.embedding import embedding as embedding
+from jllama.functional.implementations import (
+    ATTENTION as ATTENTION,
+    CACHE_ATTENTION as CACHE_ATTENTION,
+    AttentionImplementation as AttentionImplementation,
+    attention as attention,
+    choose_attention as choose_attention,
+    choose_cache_attention as choose_cache_attention,
+    is_installed as is_installed,
+)
 from jllama.functional.linear import (
     DecodeMatrix as DecodeMatrix,
     decode_matrix as decode_matrix,

@@ -1,7 +1,8 @@
-"""What a block is made of besides attention: normalization, the feed-forward network, rotary position embedding.
+"""The parts of a block besides attention: normalization, the feed-forward network, and RoPE.
 
-The last one turns channel pair ``i``, as a complex number, by ``position * frequency[i]``: products of queries and keys
-then depend on differences of positions. Source: Su et al. 2021, section 3.2 (arXiv:2104.09864).
+Rotary position embedding turns channel pair ``i``, read as a complex number, by
+``position * frequency[i]``, so that products of queries and keys depend on differences of positions
+alone. Source: Su et al. 2021, section 3.2 (arXiv:2104.09864).
 """
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float64, Int
 
 from jllama.functional.linear import AdaptedMatrix, DecodeMatrix
-from jllama.functional.shapes import checked
+from jllama.functional.shapes import checked, sum_dtype
 
 Stream = Float[Array, "*lead embed"]
 Widening = Float[Array | DecodeMatrix | AdaptedMatrix, "embed mlp"]
@@ -22,32 +23,32 @@ Turn = Float[Array, "#batch seq head_dim//2"]
 
 @checked
 def rms_norm(x: Stream, scale: Float[Array, "embed"], eps: float) -> Stream:
-    """Root-mean-square normalization: ``x / sqrt(mean(x**2) + eps) * scale``.
+    """Divide by the root mean square: ``x / sqrt(mean(x**2) + eps) * scale``.
 
-    The mean runs over the last axis, in float32 whatever x's dtype; the result has x's dtype.
+    The mean runs over the last axis, in float32 for any dtype of x; the result has x's dtype.
     A zero row gives zeros. Source: Zhang and Sennrich 2019, eq. 4 (arXiv:1910.07467).
     """
-    wide = x.astype(np.promote_types(x.dtype, np.float32))
+    wide = x.astype(sum_dtype(x))
     mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-    return (wide * jax.lax.rsqrt(mean_square + eps) * scale.astype(wide.dtype)).astype(x.dtype)
+    normalized = wide * jax.lax.rsqrt(mean_square + eps)
+    return (normalized * scale.astype(wide.dtype)).astype(x.dtype)
 
 
 @checked
 def swiglu(x: Stream, w_gate: Widening, w_up: Widening, w_down: Narrowing) -> Stream:
-    """``(silu(x w_gate) * (x w_up)) w_down`` with ``silu(z) = z / (1 + exp(-z))``, in x's dtype.
+    """Compute ``(silu(x w_gate) * (x w_up)) w_down``, in x's dtype.
 
-    Source: Shazeer 2020, eq. 6 (arXiv:2002.05202).
+    Here ``silu(z) = z / (1 + exp(-z))``. Source: Shazeer 2020, eq. 6 (arXiv:2002.05202).
     """
-    flat = x.reshape(
-        -1, x.shape[-1]
-    )  # XLA:CPU makes the weights' gradients 1.8 times faster from two axes
+    # XLA:CPU computes the gradients of the weights 1.8 times faster from two axes.
+    flat = x.reshape(-1, x.shape[-1])
     return (gated(flat @ w_gate, flat @ w_up) @ w_down).reshape(x.shape)
 
 
 def gated(
     gate: Float[Array, "tokens mlp"], up: Float[Array, "tokens mlp"]
 ) -> Float[Array, "tokens mlp"]:
-    """What ``swiglu`` narrows again: ``silu(gate) * up``."""
+    """Compute ``silu(gate) * up``, which ``swiglu`` multiplies by ``w_down``."""
     return jax.nn.silu(gate) * up
 
 
@@ -55,31 +56,37 @@ def gated(
 def rope_tables(
     positions: Int[Array, "*lead"], frequencies: Float64[np.ndarray, "half"]
 ) -> tuple[Table, Table]:
-    """``cos`` and ``sin`` of ``position * frequency`` for any positions below 2**24, in float32.
+    """Compute ``cos`` and ``sin`` of ``position * frequency``, in float32.
 
-    A float32 product would be off by 4e-3 radians at position 100,000. So each of a position's three base-256 digits is
-    looked up in a table made in float64, and the turns are multiplied as complex numbers: the error is below 1e-6.
+    Positions may be any integers below 2**24. A float32 product would be off by 4e-3 radians at
+    position 100,000. Therefore each of a position's three base-256 digits is looked up in a table
+    made in float64, and the three turns are multiplied as complex numbers. The error is below 1e-6.
     """
-    cos, sin = jnp.float32(1.0), jnp.float32(0.0)
+    cos = jnp.float32(1.0)
+    sin = jnp.float32(0.0)
     for shift in (0, 8, 16):
         angles = np.outer(np.arange(256) * float(1 << shift), frequencies)
         digit = (positions >> shift) & 255
-        digit_cos, digit_sin = (
-            jnp.asarray(wave, jnp.float32)[digit] for wave in (np.cos(angles), np.sin(angles))
-        )
-        cos, sin = cos * digit_cos - sin * digit_sin, sin * digit_cos + cos * digit_sin
+        digit_cos = jnp.asarray(np.cos(angles), jnp.float32)[digit]
+        digit_sin = jnp.asarray(np.sin(angles), jnp.float32)[digit]
+        real = cos * digit_cos - sin * digit_sin
+        sin = sin * digit_cos + cos * digit_sin
+        cos = real
     return cos, sin
 
 
 @checked
 def apply_rope(x: Heads, cos: Turn, sin: Turn) -> Heads:
-    """Turn every pair of channels; pair ``i`` is channels ``i`` and ``i + head_dim/2`` (half-split, as Hugging Face).
+    """Turn each pair of channels: ``(a, b) -> (a cos - b sin, a sin + b cos)``.
 
-    ``(a, b) -> (a cos - b sin, a sin + b cos)``, in float32; the result has x's dtype. ``cos`` and ``sin`` come from
-    ``rope_tables``. Meta's files have the paper's interleaved pairs instead, channels ``2i`` and ``2i + 1``.
+    Pair ``i`` is channels ``i`` and ``i + head_dim/2`` (half-split, as in Hugging Face's files).
+    Meta's files have the paper's interleaved pairs instead: channels ``2i`` and ``2i + 1``.
+    ``cos`` and ``sin`` come from ``rope_tables``. The products are float32; the result has x's
+    dtype.
     """
-    first, second = jnp.split(x.astype(np.promote_types(x.dtype, np.float32)), 2, axis=-1)
-    cos, sin = cos[:, None], sin[:, None]  # the same for every head
-    return jnp.concatenate(
-        [first * cos - second * sin, first * sin + second * cos], axis=-1
-    ).astype(x.dtype)
+    wide = x.astype(sum_dtype(x))
+    first, second = jnp.split(wide, 2, axis=-1)
+    cos = cos[:, None]  # the same for all heads
+    sin = sin[:, None]
+    turned = [first * cos - second * sin, first * sin + second * cos]
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)

@@ -1,4 +1,4 @@
-"""Matrices laid out for decoding: outputs first, and if wanted in eight-bit integers."""
+"""Matrices that stand in for arrays in products: laid out for decoding, or with an adapter."""
 
 import dataclasses
 import functools
@@ -8,10 +8,12 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, Int8
+from jaxtyping import Array, Float
 
-_LARGEST = 127
+from jllama.functional.int8 import int8_rows, split_product, widen_late
+from jllama.functional.shapes import sum_dtype
+
+_MAX_FEW = 32  # tokens that a CPU multiplies in another way than many
 
 
 @functools.partial(
@@ -19,65 +21,70 @@ _LARGEST = 127
 )
 @dataclasses.dataclass(frozen=True)
 class DecodeMatrix:
-    """Stands in for a matrix in products ``x @ matrix``, and in look-ups of rows if it is a table."""
+    """A matrix for products ``x @ matrix``, or a table for look-ups; outputs come first.
 
-    # Any: JAX puts trees together from leaves that are no arrays, too. Outputs first: fastest for few tokens on a CPU.
-    values: Any  # Float or Int8[Array, "outputs inputs"], the latter from -127 to 127
-    scale: Any  # Float[Array, "outputs"] of integers, which stand for values * scale[:, None]; None for floats
-    shape: tuple[int, ...]  # of the matrix, whose axes may be several inputs or outputs
+    This layout is the fastest for few tokens on a CPU. The types of the fields are ``Any`` because
+    JAX also builds trees from leaves that are not arrays.
 
-    dtype = property(
-        lambda self: (self.values if self.scale is None else self.scale).dtype,
-        doc="Of its numbers.",
-    )
+    Attributes:
+        values: Float or Int8[Array, "outputs inputs"], the latter from -127 to 127.
+        scale: Float[Array, "outputs"], where int8 ``values`` mean ``values * scale[:, None]``; None
+            for floats.
+        shape: the shape of the matrix, which may have several axes of inputs or outputs.
+    """
+
+    values: Any
+    scale: Any
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the numbers that the values stand for."""
+        return self.values.dtype if self.scale is None else self.scale.dtype
 
     @property
     def T(self) -> "DecodeMatrix":
-        """A table of one row an output, as a matrix that is multiplied from the left."""
+        """The matrix for products, of a table with one row an output."""
         return dataclasses.replace(self, shape=self.shape[::-1])
 
     def reshape(self, rows: int, columns: int) -> "DecodeMatrix":
-        """With its inputs joined to one axis, and its outputs; -1 as in NumPy."""
+        """Flatten to ``[inputs, outputs]``; -1 is allowed as in NumPy."""
         return dataclasses.replace(self, shape=self.values.shape[::-1])
 
     def __getitem__(self, rows: Any) -> Any:
-        """Rows of a table of one row an output; all that is (``...``) is the matrix itself."""
+        """Look up rows of a table with one row an output; ``[...]`` returns the matrix itself."""
         if rows is ...:
             return self
         values = self.values[rows].astype(self.dtype)
         return values if self.scale is None else values * self.scale[rows][..., None]
 
     def __rmatmul__(self, x: Float[Array, "tokens inputs"]) -> Float[Array, "tokens outputs"]:
-        """``multiply`` in the dtype of ``x``."""
+        """Compute ``x @ matrix`` in the dtype of ``x``."""
         return self.multiply(x, x.dtype)
 
     def dense(self, dtype: Any) -> Array:
-        """The matrix itself, of ``shape``, whose inputs come before its outputs."""
+        """Return the matrix as an array of ``shape``, inputs before outputs."""
         values = self.values.astype(dtype)
-        return (
-            values if self.scale is None else values * self.scale[:, None].astype(dtype)
-        ).T.reshape(self.shape)
+        if self.scale is not None:
+            values = values * self.scale[:, None].astype(dtype)
+        return values.T.reshape(self.shape)
 
     def multiply(
         self, x: Float[Array, "tokens inputs"], dtype: Any
     ) -> Float[Array, "tokens outputs"]:
-        """``x @ matrix`` in ``dtype``. By integers, which a CPU multiplies several times faster with integers, few
-        tokens become two rows each, ``x = s * (high + low / 254)``: an error of at most ``max(abs(x)) / 64516``.
+        """Compute ``x @ matrix`` in ``dtype``.
+
+        On a CPU, few tokens are multiplied by int8 values as ``int8.split_product`` explains, which
+        adds an error of at most ``max(abs(x)) / 64516`` to ``x``.
         """
-        wide, is_few = dtype if self.scale is None else jnp.float32, len(x) <= 32
-        plain = functools.partial(
-            jnp.einsum, "ti,oi->to", preferred_element_type=wide
-        )  # integers are widened like x
+        is_few = len(x) <= _MAX_FEW
         if self.scale is None:
-            quick = functools.partial(_product_from_the_left, dtype=dtype) if is_few else plain
-        else:
-            quick = _split_product if is_few else lambda x, values: plain(x, _late(values, x))
-        product = jax.lax.platform_dependent(x, self.values, cpu=quick, default=plain)
-        return (
-            product
-            if self.scale is None
-            else (product * self.scale.astype(product.dtype)).astype(dtype)
-        )
+            product = functools.partial(_product, dtype=dtype)
+            on_cpu = functools.partial(_product_from_left, dtype=dtype) if is_few else product
+            return jax.lax.platform_dependent(x, self.values, cpu=on_cpu, default=product)
+        on_cpu = split_product if is_few else _late_product
+        product = jax.lax.platform_dependent(x, self.values, cpu=on_cpu, default=_product)
+        return (product * self.scale.astype(product.dtype)).astype(dtype)
 
 
 @functools.partial(
@@ -87,26 +94,42 @@ class DecodeMatrix:
 )
 @dataclasses.dataclass(frozen=True)
 class AdaptedMatrix:
-    """Stands in for a matrix ``W`` with an adapter in products: ``x W + scale (x a) b`` (arXiv:2106.09685, eq. 3).
+    """A matrix ``W`` with a LoRA or DoRA adapter, for products ``x @ matrix``.
 
-    With ``magnitude``, outputs of ``W + scale a b`` have that length, constant to gradients (arXiv:2402.09353, eq. 11).
+    LoRA: ``x W + scale (x a) b`` (arXiv:2106.09685, eq. 3). DoRA stretches each output of
+    ``W + scale a b`` to the length ``magnitude``; the original length is a constant to gradients
+    (arXiv:2402.09353, eq. 11).
+
+    Attributes:
+        base: Float[Array, "inputs outputs"], or with several axes of inputs or outputs.
+        a: Float[Array, "inputs rank"].
+        b: Float[Array, "rank outputs"].
+        magnitude: Float[Array, "outputs"]; None for LoRA.
+        scale: the factor of the adapter's product.
     """
 
-    base: Any  # Float[Array, "inputs outputs"], or with axes of several inputs or outputs
-    a: Any  # Float[Array, "inputs rank"]
-    b: Any  # Float[Array, "rank outputs"]
-    magnitude: Any  # Float[Array, "outputs"], or None
+    base: Any
+    a: Any
+    b: Any
+    magnitude: Any
     scale: float
 
-    shape = property(lambda self: self.base.shape, doc="Of the matrix.")
-    dtype = property(lambda self: self.base.dtype, doc="Of the matrix.")
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the matrix."""
+        return self.base.shape
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the matrix."""
+        return self.base.dtype
 
     def reshape(self, rows: int, columns: int) -> "AdaptedMatrix":
-        """With its inputs joined to one axis, and its outputs; -1 as in NumPy."""
+        """Flatten to ``[inputs, outputs]``; -1 is allowed as in NumPy."""
         return dataclasses.replace(self, base=self.base.reshape(rows, columns))
 
     def __getitem__(self, rows: Any) -> "AdaptedMatrix":
-        """All that is (``...``): the matrix itself."""
+        """Return the matrix itself, for ``[...]``."""
         return self
 
     def __rmatmul__(self, x: Float[Array, "tokens inputs"]) -> Float[Array, "tokens outputs"]:
@@ -114,8 +137,10 @@ class AdaptedMatrix:
         return product if self.magnitude is None else product * self._stretch()
 
     def merged(self) -> Array:
-        """One matrix that gives the same products, with the axes of ``base``."""
-        whole = self._sum() if self.magnitude is None else self._sum() * self._stretch()
+        """Return one array that gives the same products, with the axes of ``base``."""
+        whole = self._sum()
+        if self.magnitude is not None:
+            whole = whole * self._stretch()
         return whole.reshape(self.base.shape)
 
     def _sum(self) -> Float[Array, "inputs outputs"]:
@@ -126,82 +151,51 @@ class AdaptedMatrix:
 
 
 def output_lengths(matrix: Float[Array, "*lead inputs outputs"]) -> Float[Array, "*lead outputs"]:
-    """The length of each output of a matrix, as a vector over its inputs."""
+    """Compute the Euclidean length of each output of a matrix, over its inputs."""
     return jnp.sqrt(jnp.sum(jnp.square(matrix), axis=-2))
 
 
 def project(
     x: Float[Array, "*lead inputs"], matrix: Array | DecodeMatrix
 ) -> Float[Array, "*lead outputs"]:
-    """``x @ matrix``, summed and returned in float32 whatever the dtype of ``x`` (float64 for float64)."""
-    flat, wide = x.reshape(-1, x.shape[-1]), np.promote_types(x.dtype, np.float32)
-    is_decode = isinstance(matrix, DecodeMatrix)
-    product = (
-        matrix.multiply(flat, wide)
-        if is_decode
-        else jnp.matmul(flat, matrix, preferred_element_type=wide)
-    )
+    """Compute ``x @ matrix`` in float32 for any dtype of ``x`` (in float64 for float64)."""
+    flat = x.reshape(-1, x.shape[-1])
+    wide = sum_dtype(x)
+    if isinstance(matrix, DecodeMatrix):
+        product = matrix.multiply(flat, wide)
+    else:
+        product = jnp.matmul(flat, matrix, preferred_element_type=wide)
     return product.reshape(*x.shape[:-1], matrix.shape[1])
 
 
 def decode_matrix(
     matrix: Float[Array, "*axes"], inputs: Sequence[int], quantize: Literal["int8"] | None = None
 ) -> DecodeMatrix:
-    """Lay out a matrix outputs first, and round it if asked; ``inputs`` are the axes that a product sums over."""
+    """Lay out a matrix outputs first, and round it to int8 with ``quantize``.
+
+    ``inputs`` are the axes that a product sums over.
+    """
     outputs = [axis for axis in range(matrix.ndim) if axis not in inputs]
-    rows = matrix.transpose(*outputs, *inputs).reshape(
-        math.prod(matrix.shape[axis] for axis in outputs), -1
-    )
-    return DecodeMatrix(*(int8_rows(rows) if quantize else (rows, None)), matrix.shape)
+    num_outputs = math.prod(matrix.shape[axis] for axis in outputs)
+    rows = matrix.transpose(*outputs, *inputs).reshape(num_outputs, -1)
+    values, scale = int8_rows(rows) if quantize else (rows, None)
+    return DecodeMatrix(values, scale, matrix.shape)
 
 
-def int8_rows(rows: Any, numpy: Any = jnp) -> tuple[Any, Any]:
-    """``(values, scale)``: each row rounded to eight bits, with ``scale = max(abs(row)) / 127``; errors are at most
-    half a scale. The same bits from either NumPy: XLA multiplies by reciprocals where NumPy would divide, so they are
-    written out. Source: Dettmers et al. 2022, section 2 (arXiv:2208.07339), vector-wise quantization of the weights.
+def _product(x: Array, values: Array, dtype: Any = jnp.float32) -> Array:
+    """Compute ``x @ values.T``; integers are widened like ``x``."""
+    return jnp.einsum("ti,oi->to", x, values, preferred_element_type=dtype)
+
+
+def _product_from_left(x: Array, values: Array, dtype: Any) -> Array:
+    """Compute ``(values @ x.T).T``: 1.5 times as fast for eight tokens.
+
+    The barriers keep XLA from turning the product around again.
     """
-    scale = numpy.max(numpy.abs(rows.astype(numpy.float32)), axis=1) * np.float32(1 / _LARGEST)
-    reciprocal = np.float32(1) / numpy.where(scale > 0, scale, np.float32(1))
-    wide = rows.astype(np.promote_types(rows.dtype, np.float32))
-    return numpy.round(wide * reciprocal[:, None].astype(wide.dtype)).astype(
-        numpy.int8
-    ), scale.astype(rows.dtype)
-
-
-def _product_from_the_left(x: Array, values: Array, dtype: Any) -> Array:
-    """The same as ``(values @ x.T).T``, which is 1.5 times as fast for eight tokens, if XLA does not turn it back."""
     columns = jax.lax.optimization_barrier(x.T)
-    return jax.lax.optimization_barrier(jnp.matmul(values, columns, preferred_element_type=dtype)).T
+    product = jnp.matmul(values, columns, preferred_element_type=dtype)
+    return jax.lax.optimization_barrier(product).T
 
 
-def _late(values: Int8[Array, "outputs inputs"], x: Array) -> Array:
-    """The same values, changed (by nothing) once ``x`` is there: XLA would widen those of all layers at first, into
-    memory whose pages take as long as the products of 64 tokens.
-    """
-    return values ^ (x[0, 0] > jnp.inf).astype(jnp.int8)
-
-
-def _split_product(
-    x: Float[Array, "tokens inputs"], values: Int8[Array, "outputs inputs"]
-) -> Array:
-    wide, rows = x.astype(jnp.float32), len(x)
-    unit = jnp.maximum(
-        jnp.max(jnp.abs(wide), axis=1, keepdims=True) / _LARGEST, jnp.finfo(jnp.float32).tiny
-    )
-    high = jnp.round(wide / unit)
-    parts = jnp.concatenate([high, jnp.round((wide / unit - high) * 2 * _LARGEST)])
-    if rows == 1:  # a loop, 1.4 times as fast
-        # By the identity, as a product is never fused: XLA would split x again for each output.
-        parts = jnp.eye(2, dtype=jnp.int32) @ parts.astype(jnp.int32)
-        products = [part.astype(jnp.int16) * _late(values, x).astype(jnp.int32) for part in parts]
-        # Both sums at once, as XLA would cut one by itself in pieces of 32.
-        sums = jax.lax.reduce(
-            products, [np.int32(0)] * 2, functools.partial(jax.tree.map, jnp.add), [1]
-        )
-        sums = jnp.stack(sums)
-    else:
-        sums = jnp.einsum(
-            "ti,oi->to", parts.astype(jnp.int8), values, preferred_element_type=jnp.int32
-        )
-    high, low = sums[:rows].astype(jnp.float32), sums[rows:].astype(jnp.float32)
-    return (high + low / (2 * _LARGEST)) * unit
+def _late_product(x: Array, values: Array) -> Array:
+    return _product(x, widen_late(values, x))

@@ -1,16 +1,15 @@
-"""The training objective, straight from the last activations and the head: never with all logits at once."""
+"""The training loss, from the last activations and the head: never with all logits at once."""
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jllama.functional.linear import DecodeMatrix, project
-from jllama.functional.shapes import checked
+from jllama.functional.shapes import checked, sum_dtype
 
 CHUNK_TOKENS = 2048
 
@@ -18,6 +17,7 @@ Hidden = Float[Array, "batch seq embed"]
 Head = Float[Array | DecodeMatrix, "embed vocab"]
 Ids = Int[Array, "batch seq"]
 Flags = Bool[Array, "batch seq"]
+Arrays = tuple[Array, ...]
 
 
 @checked
@@ -29,169 +29,254 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The summed negative log-likelihood of the unmasked targets, and how many there are: ``(total, count)``.
+    """Sum the negative log-likelihood of the counted targets; return ``(total, count)``.
 
-    With ``logits = hidden @ head``, in nats and float32:
-    ``total = sum over unmasked of (logsumexp(logits) - logits[target] + z_loss * logsumexp(logits)**2)``.
-    Sums of parts of a batch add up exactly; the mean is ``total / count``. Masked positions count for nothing, whatever
-    they hold. Targets are the tokens *after* the ones of ``hidden``: the caller shifts. Logits are made for
-    ``chunk_tokens`` tokens at a time, up to the row with the most unmasked ones, and gradients while they are there
-    (those of the logits stay, if they take at most half of the head's in float32): products in the dtype of ``hidden``,
-    sums in float32. Reverse mode only, and once. Source of the z-loss: Chowdhery et al. 2022, section 5
-    (arXiv:2204.02311).
+    In nats and float32, with ``logits = hidden @ head``, ``total`` is the sum over counted targets
+    of ``logsumexp(logits) - logits[target] + z_loss * logsumexp(logits)**2``. The mean is
+    ``total / count``; totals and counts of parts of a batch add up exactly. Source of the z-loss:
+    Chowdhery et al. 2022, section 5 (arXiv:2204.02311).
+
+    Gradients exist in reverse mode only, and of first order. They are computed in the forward
+    pass, while the logits are there: products in the dtype of ``hidden``, sums in float32. The
+    gradients of all logits are stored if they take at most half of the head's in float32.
+
+    Args:
+        hidden: activations.
+        head: the matrix that makes logits.
+        targets: the ids of the tokens *after* those of ``hidden``: the caller shifts them.
+        mask: true where a target is counted. Other positions may hold anything.
+        z_loss: the weight of the squared normalizer.
+        chunk_tokens: logits are made for so many tokens at a time, up to the row with the most
+            counted targets.
 
     >>> hidden, head = jnp.ones((1, 3, 8)), jnp.zeros((8, 50))
-    >>> total, count = linear_cross_entropy(hidden, head, jnp.array([[4, 7, 0]]), jnp.array([[True, True, False]]))
+    >>> targets, mask = jnp.array([[4, 7, 0]]), jnp.array([[True, True, False]])
+    >>> total, count = linear_cross_entropy(hidden, head, targets, mask)
     >>> print(f"{total / count:.4f}, {count}")  # ln 50
     3.9120, 2.0
     """
-    wide = np.promote_types(hidden.dtype, np.float32)
-    return _total(z_loss, chunk_tokens, hidden, head, targets, mask), jnp.sum(mask, dtype=wide)
+    wide = sum_dtype(hidden)
+    length = _chunk_length(targets.shape, chunk_tokens)
+    tokens = _Tokens(hidden, targets, mask)
+    return _loss(z_loss, length, head, tokens), jnp.sum(mask, dtype=wide)
 
 
 @checked
 def token_log_probs(
     hidden: Hidden, head: Head, targets: Ids, chunk_tokens: int = CHUNK_TOKENS
 ) -> tuple[Float[Array, "batch seq"], Flags]:
-    """Each target's ``log softmax(hidden @ head)[target]``, in float32, and whether it is the likeliest token.
+    """Compute ``log softmax(hidden @ head)[target]``, and whether a target is the likeliest token.
 
-    In chunks as in ``linear_cross_entropy``; the backward pass makes each chunk's logits again.
+    Log-probabilities are float32. Logits are made in chunks as in ``linear_cross_entropy``; the
+    backward pass makes each chunk's logits again.
     """
+    batch, seq = targets.shape
+    length = _chunk_length(targets.shape, chunk_tokens)
 
-    def one_chunk(part: tuple[Array, Array]) -> tuple[Array, Array]:
-        logits = project(part[0], head)
-        return _log_probs(logits, part[1])[0], jnp.argmax(logits, axis=-1) == part[1]
+    def one_chunk(chunk: tuple[Array, Array]) -> tuple[Array, Array]:
+        hidden, targets = chunk
+        logits = project(hidden, head)
+        log_prob, *_ = _log_softmax(logits, targets)
+        return log_prob, jnp.argmax(logits, axis=-1) == targets
 
-    (batch, seq), length = targets.shape, _chunk_length(targets.shape, chunk_tokens)
     if length == seq:
         return one_chunk((hidden, targets))
-
-    def in_chunks(array: Array) -> Array:
-        padded = jnp.pad(array, ((0, 0), (0, -seq % length)) + ((0, 0),) * (array.ndim - 2))
-        return padded.reshape(batch, -1, length, *array.shape[2:]).swapaxes(0, 1)
-
-    chunks = jax.lax.map(jax.checkpoint(one_chunk), (in_chunks(hidden), in_chunks(targets)))
-    return jax.tree.map(lambda parts: parts.swapaxes(0, 1).reshape(batch, -1)[:, :seq], chunks)
+    chunks = _split(hidden, length), _split(targets, length)
+    results = jax.lax.map(jax.checkpoint(one_chunk), chunks)
+    return jax.tree.map(lambda parts: parts.swapaxes(0, 1).reshape(batch, -1)[:, :seq], results)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _total(
-    z_loss: float, chunk_tokens: int, hidden: Array, head: Any, targets: Array, mask: Array
-) -> Array:
-    return _total_and_gradients(z_loss, chunk_tokens, hidden, head, targets, mask, gradients=False)[
-        0
-    ]
-
-
-def _forward(z_loss: float, chunk_tokens: int, hidden: Array, head: Any, *others: Array) -> Any:
-    if isinstance(head, DecodeMatrix):
-        raise ValueError(
-            "linear_cross_entropy: head is laid out for decoding, which has no gradients; give an array"
-        )
-    total, d_hidden, d_head = _total_and_gradients(
-        z_loss, chunk_tokens, hidden, head, *others, gradients=True
-    )
-    return total, (d_hidden, d_head.astype(head.dtype))
-
-
-def _backward(
-    z_loss: float, chunk_tokens: int, gradients: tuple[Array, Array], scale: Array
-) -> Any:
-    return (
-        *((gradient.astype(scale.dtype) * scale).astype(gradient.dtype) for gradient in gradients),
-        None,
-        None,
-    )
-
-
-_total.defvjp(_forward, _backward)
-
-
-def _total_and_gradients(
-    z_loss: float,
-    chunk_tokens: int,
-    hidden: Array,
-    head: Any,
-    targets: Array,
-    mask: Array,
-    *,
-    gradients: bool,
-) -> tuple[Array, ...]:
-    """The total alone, or with the gradients of ``hidden`` and ``head``."""
-    seq, length = targets.shape[1], _chunk_length(targets.shape, chunk_tokens)
-    wide = np.promote_types(hidden.dtype, np.float32)
-
-    def one_chunk(x: Array, targets: Array, mask: Array) -> tuple[Array, ...]:
-        """The total, and with gradients that of ``x``, and those of the logits."""
-        shape, x, targets, mask = (
-            x.shape,
-            x.reshape(-1, x.shape[2]),
-            targets.reshape(-1),
-            mask.reshape(-1),
-        )
-        log_prob, shifted, log_sum, log_normalizer = _log_probs(project(x, head), targets)
-        losses = z_loss * jnp.square(log_normalizer) - log_prob if z_loss else -log_prob
-        total = jnp.sum(jnp.where(mask, losses, 0.0))
-        if not gradients:
-            return (total,)
-        slope = jnp.exp(shifted - log_sum[:, None])
-        slope *= (1 + 2 * z_loss * log_normalizer)[:, None] if z_loss else 1.0
-        is_target = jnp.arange(slope.shape[1]) == targets[:, None]
-        slope = jnp.where(mask[:, None], slope - is_target.astype(wide), 0.0).astype(x.dtype)
-        d_x = jnp.einsum("tv,ev->te", slope, head, preferred_element_type=wide).astype(x.dtype)
-        return total, d_x.reshape(shape), slope.reshape(*shape[:2], -1)
-
-    def head_gradient(x: Array, slope: Array) -> Array:
-        x, slope = (each.reshape(-1, each.shape[2]) for each in (x, slope))
-        return jnp.einsum("te,tv->ev", x, slope, preferred_element_type=wide)
-
-    hidden = jnp.where(mask[..., None], hidden, 0)
-    if length == seq:
-        total, *slopes = one_chunk(hidden, targets, mask)
-        return (total, slopes[0], head_gradient(hidden, slopes[1])) if gradients else (total,)
-
-    # Counted tokens go to the front of each row, in their order, so that the last chunks need not be looked at.
-    order, counts = jnp.argsort(~mask, axis=1, stable=True), jnp.sum(mask, axis=1)
-    padded = jnp.pad(order, ((0, 0), (0, -seq % length)))
-    x, y = (
-        jnp.take_along_axis(hidden, padded[..., None], axis=1),
-        jnp.take_along_axis(targets, padded, axis=1),
-    )
-    counted = jnp.arange(padded.shape[1]) < counts[:, None]
-    # The logits' gradients are kept for one product at the end, where they take half of its sum in float32 or less.
-    at_once = 2 * x.size * x.dtype.itemsize <= wide.itemsize * x.shape[2] ** 2
-
-    def add_chunk(index: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-        part = [
-            jax.lax.dynamic_slice_in_dim(each, index * length, length, axis=1)
-            for each in (x, y, counted)
-        ]
-        total, *slopes = one_chunk(*part)
-        if not gradients:
-            return (sums[0] + total,)
-        write = functools.partial(
-            jax.lax.dynamic_update_slice_in_dim, start_index=index * length, axis=1
-        )
-        last = write(sums[2], slopes[1]) if at_once else sums[2] + head_gradient(part[0], slopes[1])
-        return sums[0] + total, write(sums[1], slopes[0]), last
-
-    last = jnp.zeros((*y.shape, head.shape[1]), x.dtype) if at_once else jnp.zeros(head.shape, wide)
-    zeros = (jnp.zeros((), wide), jnp.zeros_like(x), last)[: 3 if gradients else 1]
-    total, *slopes = jax.lax.fori_loop(0, -(-jnp.max(counts) // length), add_chunk, zeros)
-    if gradients:
-        slopes[0] = jnp.take_along_axis(slopes[0], jnp.argsort(order, axis=1)[..., None], axis=1)
-        slopes[1] = head_gradient(x, slopes[1]) if at_once else slopes[1]
-    return total, *slopes
+def _split(array: Array, length: int) -> Array:
+    """Split ``[batch, seq, ...]`` in padded chunks ``[num_chunks, batch, length, ...]``."""
+    batch, seq, *rest = array.shape
+    padded = jnp.pad(array, [(0, 0), (0, -seq % length)] + [(0, 0)] * len(rest))
+    return padded.reshape(batch, -1, length, *rest).swapaxes(0, 1)
 
 
 def _chunk_length(shape: tuple[int, ...], chunk_tokens: int) -> int:
-    """Tokens of each row in a chunk: rows are cut and not put together, so that devices keep their own."""
-    return -(-shape[1] // -(-math.prod(shape) // chunk_tokens)) if shape[1] else 0
+    """Return how many tokens of each row a chunk has.
+
+    Rows are cut and not joined, so that devices keep their own.
+    """
+    seq = shape[1]
+    if seq == 0:
+        return 0
+    num_chunks = math.ceil(math.prod(shape) / chunk_tokens)
+    return math.ceil(seq / num_chunks)
+
+
+class _Tokens(NamedTuple):
+    """Arrays ``[batch, seq, ...]``, or ``[tokens, ...]``, that a loss is computed from."""
+
+    hidden: Array
+    targets: Any  # Array; None among gradients, like the mask
+    mask: Any
+
+    def chunk(self, index: Array, length: int) -> "_Tokens":
+        """Return ``length`` tokens of each row."""
+        cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=length, axis=1)
+        return jax.tree.map(lambda array: cut(array, index * length), self)
+
+    def zero_uncounted(self) -> "_Tokens":
+        """Return zeros for activations that are not counted, whatever they hold."""
+        return self._replace(hidden=jnp.where(self.mask[..., None], self.hidden, 0))
+
+    def counted_first(self, length: int) -> tuple["_Tokens", Array, Array]:
+        """Move counted tokens to the front of each row, in order, and pad to whole chunks.
+
+        Return these, the index that each token had, and how many chunks have counted tokens.
+        """
+        seq = self.mask.shape[1]
+        order = jnp.argsort(~self.mask, axis=1, stable=True)
+        counts = jnp.sum(self.mask, axis=1)
+        padded = jnp.pad(order, ((0, 0), (0, -seq % length)))
+        hidden = jnp.take_along_axis(self.hidden, padded[..., None], axis=1)
+        targets = jnp.take_along_axis(self.targets, padded, axis=1)
+        is_counted = jnp.arange(padded.shape[1]) < counts[:, None]
+        return _Tokens(hidden, targets, is_counted), order, -(-jnp.max(counts) // length)
+
+
+# The loss over all chunks, without and with gradients
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _loss(z_loss: float, length: int, head: Any, tokens: _Tokens) -> Array:
+    tokens = tokens.zero_uncounted()
+    if length == tokens.mask.shape[1]:
+        return _chunk_loss(z_loss, head, tokens)
+    tokens, _, num_chunks = tokens.counted_first(length)
+
+    def add_chunk(index: Array, total: Array) -> Array:
+        return total + _chunk_loss(z_loss, head, tokens.chunk(index, length))
+
+    zero = jnp.zeros((), sum_dtype(tokens.hidden))
+    return jax.lax.fori_loop(0, num_chunks, add_chunk, zero)
+
+
+def _loss_forward(z_loss: float, length: int, head: Any, tokens: _Tokens) -> tuple[Array, Arrays]:
+    """Compute the loss and, as residuals, the gradients of ``head`` and ``hidden``."""
+    if isinstance(head, DecodeMatrix):
+        raise ValueError(
+            "linear_cross_entropy: head is laid out for decoding, which has no gradients; "
+            "give an array"
+        )
+    tokens = tokens.zero_uncounted()
+    if length == tokens.mask.shape[1]:
+        total, d_hidden, d_logits = _chunk_gradients(z_loss, head, tokens)
+        d_head = _head_gradient(tokens.hidden, d_logits)
+        return total, (d_head.astype(head.dtype), d_hidden)
+
+    tokens, order, num_chunks = tokens.counted_first(length)
+    hidden = tokens.hidden
+    wide = sum_dtype(hidden)
+    embed, vocab = head.shape
+    # The gradient of the head is the product of all activations with the gradients of all logits.
+    # It is one product after the loop if the latter take at most half of its memory in float32.
+    # Otherwise each chunk adds its product.
+    stores_logits = 2 * hidden.size * hidden.dtype.itemsize <= wide.itemsize * embed**2
+
+    def add_chunk(index: Array, sums: Arrays) -> Arrays:
+        total, d_hidden, d_logits_or_head = sums
+        chunk = tokens.chunk(index, length)
+        loss, d_chunk, d_logits = _chunk_gradients(z_loss, head, chunk)
+        write = functools.partial(
+            jax.lax.dynamic_update_slice_in_dim, start_index=index * length, axis=1
+        )
+        if stores_logits:
+            d_logits_or_head = write(d_logits_or_head, d_logits)
+        else:
+            d_logits_or_head += _head_gradient(chunk.hidden, d_logits)
+        return total + loss, write(d_hidden, d_chunk), d_logits_or_head
+
+    if stores_logits:
+        d_logits_or_head = jnp.zeros((*tokens.targets.shape, vocab), hidden.dtype)
+    else:
+        d_logits_or_head = jnp.zeros(head.shape, wide)
+    zeros = (jnp.zeros((), wide), jnp.zeros_like(hidden), d_logits_or_head)
+    total, d_hidden, d_head = jax.lax.fori_loop(0, num_chunks, add_chunk, zeros)
+    if stores_logits:
+        d_head = _head_gradient(hidden, d_head)
+    in_order = jnp.argsort(order, axis=1)
+    d_hidden = jnp.take_along_axis(d_hidden, in_order[..., None], axis=1)
+    return total, (d_head.astype(head.dtype), d_hidden)
+
+
+def _loss_backward(
+    z_loss: float, length: int, gradients: Arrays, scale: Array
+) -> tuple[Array, _Tokens]:
+    d_head, d_hidden = (
+        (gradient.astype(scale.dtype) * scale).astype(gradient.dtype) for gradient in gradients
+    )
+    return d_head, _Tokens(d_hidden, None, None)
+
+
+_loss.defvjp(_loss_forward, _loss_backward)
+
+
+# One chunk
+
+
+def _chunk_loss(z_loss: float, head: Any, tokens: _Tokens) -> Array:
+    total, _ = _losses(z_loss, head, _flatten(tokens))
+    return total
+
+
+def _chunk_gradients(z_loss: float, head: Array, tokens: _Tokens) -> Arrays:
+    """Compute the loss of a chunk, and the gradients of its activations and of its logits.
+
+    The gradient of a counted token's logits is
+    ``softmax(logits) * (1 + 2 * z_loss * logsumexp(logits)) - one_hot(target)``.
+    """
+    batch, length, _ = shape = tokens.hidden.shape
+    dtype = tokens.hidden.dtype
+    tokens = _flatten(tokens)
+    total, (shifted, log_sum, log_normalizer) = _losses(z_loss, head, tokens)
+    d_logits = jnp.exp(shifted - log_sum[:, None])
+    d_logits *= (1 + 2 * z_loss * log_normalizer)[:, None] if z_loss else 1.0
+    is_target = jnp.arange(d_logits.shape[1]) == tokens.targets[:, None]
+    d_logits -= is_target.astype(d_logits.dtype)
+    d_logits = jnp.where(tokens.mask[:, None], d_logits, 0.0).astype(dtype)
+    d_hidden = jnp.einsum("tv,ev->te", d_logits, head, preferred_element_type=shifted.dtype)
+    return total, d_hidden.astype(dtype).reshape(shape), d_logits.reshape(batch, length, -1)
+
+
+def _losses(z_loss: float, head: Any, tokens: _Tokens) -> tuple[Array, list[Array]]:
+    """Return the loss of flat tokens, and the parts of the softmax."""
+    log_prob, *parts = _log_softmax(project(tokens.hidden, head), tokens.targets)
+    losses = z_loss * jnp.square(parts[-1]) - log_prob if z_loss else -log_prob
+    return jnp.sum(jnp.where(tokens.mask, losses, 0.0)), parts
+
+
+def _head_gradient(hidden: Array, d_logits: Array) -> Array:
+    wide = sum_dtype(hidden)
+    hidden, d_logits = _flatten((hidden, d_logits))
+    return jnp.einsum("te,tv->ev", hidden, d_logits, preferred_element_type=wide)
+
+
+def _flatten(arrays: Any) -> Any:
+    """Join the axes ``batch, seq`` of each array."""
+    return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), arrays)
+
+
+def _log_softmax(logits: Array, targets: Array) -> Arrays:
+    """Return each target's log-probability, and the parts of the softmax.
+
+    These are the logits minus their largest, ``logsumexp`` of those, and ``logsumexp(logits)``.
+    """
+    # Without the shift, a large offset common to all logits would take digits from the result.
+    largest = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
+    shifted = logits - largest[..., None]
+    log_sum = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1))
+    log_prob = _at_targets(shifted, targets) - log_sum
+    return log_prob, shifted, log_sum, log_sum + largest
 
 
 @jax.custom_vjp
 def _at_targets(values: Array, targets: Array) -> Array:
-    """Each target's value. The gradient is compared into its place: a scatter has no fixed order on GPUs."""
+    """Take each target's value.
+
+    The gradient is put in its place by comparing ids, as a scatter has no fixed order on GPUs.
+    """
     return jnp.take_along_axis(values, targets[..., None], axis=-1)[..., 0]
 
 
@@ -199,19 +284,10 @@ def _at_targets_forward(values: Array, targets: Array) -> tuple[Array, Any]:
     return _at_targets(values, targets), (targets, values.shape[-1])
 
 
-def _at_targets_backward(kept: Any, gradient: Array) -> tuple[Array, None]:
-    targets, size = kept
+def _at_targets_backward(residuals: Any, gradient: Array) -> tuple[Array, None]:
+    targets, size = residuals
     is_target = jnp.arange(size) == targets[..., None]
     return jnp.where(is_target, gradient[..., None], 0), None
 
 
 _at_targets.defvjp(_at_targets_forward, _at_targets_backward)
-
-
-def _log_probs(logits: Array, targets: Array) -> tuple[Array, Array, Array, Array]:
-    """The targets', logits less their peak, the logarithm of the sum of their exponentials, that of the logits' own."""
-    peak = jax.lax.stop_gradient(jnp.max(logits, axis=-1))  # large common offsets would eat digits
-    shifted = logits - peak[..., None]
-    log_sum = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1))
-    log_prob = _at_targets(shifted, targets) - log_sum
-    return log_prob, shifted, log_sum, log_sum + peak

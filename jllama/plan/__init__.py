@@ -1,1 +1,1 @@
-"""Programs compiled ahead of time for devices that are not there, and their receipts."""
+"""Programs compiled ahead of time for absent devices, and their receipts."""

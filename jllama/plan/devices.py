@@ -1,4 +1,4 @@
-"""Topologies of accelerators that are not there: devices that programs can be compiled for, not run on."""
+"""Topologies of absent accelerators: devices that programs can be compiled for, but not run on."""
 
 import importlib.metadata
 import itertools
@@ -11,43 +11,53 @@ from typing import Any, NamedTuple
 from jllama.devices import ACCELERATORS, Accelerator
 from jllama.errors import UsageError, unknown_name
 
-_ENVIRONMENT = {  # nothing is asked of a network, no driver is needed, and several can plan at once
+# With these, planning needs no network and no driver, and several processes can plan at once.
+_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-16",  # any will do: the topology says which
+    "TPU_ACCELERATOR_TYPE": "v5litepod-16",  # any type: the topology says which is planned for
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
 }
 _CORES = {8.0: (164, 64, 2048), 8.9: (100, 128, 1536), 9.0: (228, 128, 2048)}
-"""Of a GPU's core, by its capability: KiB of shared memory, units, threads."""
+"""KiB of shared memory, units and threads of a GPU's core, by its compute capability."""
 
 
 class MeasuredShares(NamedTuple):
-    """What was measured on one device, as shares of its published rates."""
+    """Measured rates of one device, as shares of its published rates.
 
-    products: float  # of large matrices in bfloat16
-    bandwidth: float  # of a long copy
-    attention: Mapping[
-        str, tuple[float, float]
-    ]  # of each kernel: forward, and both passes; all pairs are counted
+    Attributes:
+        products: of large matrices in bfloat16.
+        bandwidth: of a long copy.
+        attention: of each kernel, forward and in both passes. All pairs of query and key are
+            counted, of which causal kernels leave out half, so a share can exceed 1.
+    """
+
+    products: float
+    bandwidth: float
+    attention: Mapping[str, tuple[float, float]]
 
 
 _HOPPER = MeasuredShares(
     0.807, 0.895, {"tokamax": (1.24, 0.527), "triton": (0.428, 0.204), "cudnn": (0.704, 0.595)}
 )
 MEASURED = {"h100": _HOPPER, "h100-pcie": _HOPPER, "h200": _HOPPER}
-"""By the names that topologies begin with.
+"""Measured shares by the names that topologies begin with.
 
-Causal kernels leave out half of the pairs that are counted, so a share can exceed 1. Source: docs/performance.md, one
-NVIDIA H100 80GB HBM3 with jax 0.11.2 and tokamax 0.0.17: 798e12 operations/s in a product of 8,192 x 8,192 matrices,
-3.0e12 bytes/s in a copy, and attention of rows of 4,096 tokens with eight documents each.
+Source: docs/performance.md, one NVIDIA H100 80GB HBM3 with jax 0.11.2 and tokamax 0.0.17: 798e12
+operations/s in a product of 8,192 x 8,192 matrices, 3.0e12 bytes/s in a copy, and attention of rows
+of 4,096 tokens with eight documents each.
 """
 
 
 def topology_devices(topology: str) -> tuple[Accelerator, list[Any]]:
-    """The kind of accelerator and the devices of a topology, such as ``v5p:4x4x4``, ``h100:512`` (in nodes of eight).
+    """Return the kind of accelerator and the devices of a topology.
 
-    ``UsageError`` for a topology that does not exist, or without the right packages to compile for it.
+    Args:
+        topology: such as ``v5p:4x4x4``, a slice by its sides, or ``h100:512``, in nodes of eight.
+
+    Raises:
+        UsageError: there is no such topology, or the packages that compile for it are missing.
     """
     from jax.experimental import topologies
 
@@ -55,21 +65,19 @@ def topology_devices(topology: str) -> tuple[Accelerator, list[Any]]:
     if kind not in ACCELERATORS:
         raise unknown_name("accelerator", kind, ACCELERATORS)
     accelerator = ACCELERATORS[kind]
-    is_tpu, node = accelerator.sides > 0, accelerator.node
-    sides = (
-        [int(side) for side in shape.split("x")]
-        if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape)
-        else []
-    )
+    node = accelerator.node
+    is_tpu = accelerator.sides > 0
+    sides = []
+    if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape):
+        sides = [int(side) for side in shape.split("x")]
     count = math.prod(sides)
-    if len(sides) != max(1, accelerator.sides) or (not is_tpu and count > node and count % node):
-        what = (
-            "the sides of the slice"
-            if is_tpu
-            else f"the number of GPUs, to {node} or a multiple of {node}"
-        )
+    has_part_of_node = not is_tpu and count > node and count % node
+    if len(sides) != max(1, accelerator.sides) or has_part_of_node:
+        shapes = f"the number of GPUs, to {node} or a multiple of {node}"
+        if is_tpu:
+            shapes = "the sides of the slice"
         example = "x".join(["4"] * accelerator.sides) or "8"
-        raise UsageError(f"{topology} is no topology: give {what}, such as {kind}:{example}")
+        raise UsageError(f"{topology} is no topology: give {shapes}, such as {kind}:{example}")
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     options: dict[str, Any]
@@ -82,75 +90,82 @@ def topology_devices(topology: str) -> tuple[Accelerator, list[Any]]:
             options["chips_per_host_bounds"] = [1, 1, 1]
     else:
         _check_packages("GPUs", "cuda", "jax-cuda13-plugin", "jax-cuda12-plugin")
-        nodes = f"1x{max(1, count // node)}x{min(count, node)}"
         options = {
             "platform": "cuda",
-            "topology": nodes,
+            "topology": f"1x{max(1, count // node)}x{min(count, node)}",
             "target_config": _target_config(accelerator),
         }
     try:
         return accelerator, list(topologies.get_topology_desc(**options).devices)
-    except (
-        Exception
-    ) as error:  # of many types: what the compiler's library says of names and versions
-        said = " ".join(str(error).split())[:300]
+    except Exception as error:  # the compilers' libraries raise many types
+        message = " ".join(str(error).split())[:300]
         raise UsageError(
-            f"{topology} cannot be planned for, so give another topology: {said}"
+            f"{topology} cannot be planned for, so give another topology: {message}"
         ) from error
 
 
 def usual_topology(topology: str) -> str:
-    """A topology with the sides of the usual slice where a number of TPU chips is given: ``v5e:16`` is ``v5e:4x4``.
+    """Replace a number of TPU chips by the sides of the usual slice: ``v5e:16`` is ``v5e:4x4``.
 
-    Each side is 1, 2 or a multiple of 4, and the longest is as short as can be. What has no such slice stays as it is.
+    Each side is 1, 2 or a multiple of 4, and the longest is as short as possible. Any topology that
+    has no such slice is returned unchanged.
 
     >>> usual_topology("v5p:32")
     'v5p:2x4x4'
     """
-    kind, _, chips = topology.partition(":")
-    if kind not in ACCELERATORS or not re.fullmatch(r"\d{1,5}", chips):
+    kind, _, shape = topology.partition(":")
+    if kind not in ACCELERATORS or not re.fullmatch(r"\d{1,5}", shape):
         return topology
-    sides = [side for side in (1, 2, *range(4, int(chips) + 1, 4)) if int(chips) % side == 0]
+    chips = int(shape)
+    sides = [side for side in (1, 2, *range(4, chips + 1, 4)) if chips % side == 0]
     slices = itertools.combinations_with_replacement(reversed(sides), ACCELERATORS[kind].sides)
-    usual = min((each for each in slices if math.prod(each) == int(chips)), default=())
-    ordered = sorted(
-        usual, key=lambda side: (side == 1, side)
-    )  # 2x2x1, 2x4x4, as their makers write them
-    return f"{kind}:{'x'.join(map(str, ordered)) or chips}"
+    usual = min((sizes for sizes in slices if math.prod(sizes) == chips), default=())
+    # Sides of 1 come last, as the makers write them: 2x2x1, 2x4x4.
+    ordered = sorted(usual, key=lambda side: (side == 1, side))
+    return f"{kind}:{'x'.join(map(str, ordered)) or shape}"
 
 
-def _check_packages(what: str, extra: str, *names: str) -> None:
-    """Raise ``UsageError`` unless one of the packages is there, in the version that belongs to this JAX."""
-    packages = {
-        each.name: each.version for each in importlib.metadata.distributions() if each.name in names
+def _check_packages(devices: str, extra: str, *names: str) -> None:
+    """Raise ``UsageError`` unless one of the packages is installed in the version of this JAX."""
+    installed = {
+        package.name: package.version
+        for package in importlib.metadata.distributions()
+        if package.name in names
     }
-    wanted = re.search(
-        rf"{names[0]}\S*[=>]=([\d.*]+)", " ".join(importlib.metadata.requires("jax") or ())
-    )
-    version = wanted[1] if wanted else ""
-    if not any(each.startswith(version.rstrip("*")) for each in packages.values()):
-        found = " and ".join(map(" ".join, packages.items())) or "none"
-        needs = f"planning for {what} with jax {importlib.metadata.version('jax')} needs {names[0]} {version}"
-        raise UsageError(f"{needs}, found {found}: pip install 'jllama[{extra}]'")
+    requirements = " ".join(importlib.metadata.requires("jax") or ())
+    match = re.search(rf"{names[0]}\S*[=>]=([\d.*]+)", requirements)
+    required = match[1] if match else ""
+    if not any(version.startswith(required.rstrip("*")) for version in installed.values()):
+        actual = " and ".join(map(" ".join, installed.items())) or "none"
+        raise UsageError(
+            f"planning for {devices} with jax {importlib.metadata.version('jax')} needs "
+            f"{names[0]} {required}, found {actual}: pip install 'jllama[{extra}]'"
+        )
 
 
 def _target_config(accelerator: Accelerator) -> str:
+    """Describe a GPU to XLA, as a protocol buffer's text."""
     capability, cores, clock, cache_mib = accelerator.chip
     shared_kib, units, threads = _CORES[min(capability, 9)]
     feature = "ACCELERATED_FEATURES" if capability >= 9 else "NONE"
     major, minor = divmod(round(10 * capability), 10)
-    cache, shared = int(cache_mib * 2**20), shared_kib * 1024
+    cache = int(cache_mib * 2**20)
+    shared = shared_kib * 1024
+    memory = int(accelerator.memory_bytes)
+    bandwidth = int(accelerator.bandwidth)
     return f"""
     gpu_device_info {{
       threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {threads}
       block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
       thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
       registers_per_core_limit: 65536 registers_per_block_limit: 65536
-      shared_memory_per_block: 49152 shared_memory_per_block_optin: {shared - 1024} shared_memory_per_core: {shared}
+      shared_memory_per_block: 49152 shared_memory_per_block_optin: {shared - 1024}
+      shared_memory_per_core: {shared}
       core_count: {cores} fpus_per_core: {units} clock_rate_ghz: {clock} l2_cache_size: {cache}
-      device_memory_size: {int(accelerator.memory_bytes)} memory_bandwidth: {int(accelerator.bandwidth)}
+      device_memory_size: {memory} memory_bandwidth: {bandwidth}
       cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {feature} }}
-      runtime_version: "12.8.0" compile_time_toolkit_version: "12.8.0" driver_version: "13.0.0" dnn_version: "9.10.0"
+      runtime_version: "12.8.0" compile_time_toolkit_version: "12.8.0"
+      driver_version: "13.0.0" dnn_version: "9.10.0"
     }}
     platform_name: "CUDA"
     dnn_version_info {{ major: 9 minor: 10 }}
@@ -159,11 +174,12 @@ def _target_config(accelerator: Accelerator) -> str:
 
 
 def interconnect_s(accelerator: Accelerator, group: int, near: int, received_bytes: float) -> float:
-    """The least time in which each device of a group receives this much.
+    """Compute the shortest time in which each device of a group can receive so many bytes.
 
-    It comes over links, or where only ``near`` of the group are in one node, through the network cards of those.
+    All bytes come over links if the group is in one node or on one TPU slice. Otherwise they come
+    through the network cards of the ``near`` devices of the group in a node.
     """
-    alone = group == near or accelerator.sides > 0
-    return received_bytes / (
-        accelerator.links if alone else min(accelerator.links, near * accelerator.network)
-    )
+    rate = accelerator.links
+    if near < group and accelerator.sides == 0:
+        rate = min(rate, near * accelerator.network)
+    return received_bytes / rate

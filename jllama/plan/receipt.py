@@ -1,4 +1,4 @@
-"""What a compiled training or decoding step will need on devices that are not there: memory, exchanges, time."""
+"""Plans: the memory, exchanges and time that a compiled step needs on absent devices."""
 
 import dataclasses
 import functools
@@ -30,146 +30,193 @@ from jllama.training.step import Training, attention_of, check_batch, compile_tr
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Receipt:
-    """A plan: bytes are those of one device, times those that it takes at least, at the device's published rates."""
+    """The result of a plan. Bytes and FLOPs are those of one device in one step.
 
-    device: str  # the topology: which accelerator, and how many
+    Times are the least that the step takes, at the device's published rates.
+
+    Attributes:
+        device: the topology: which accelerator, and how many.
+        devices: their number.
+        mesh: the sizes of its axes.
+        settings: the planned options of ``training``.
+        arguments_bytes: parameters, moments and the batch, which the step takes and returns in the
+            same memory.
+        parameters_bytes: a part of ``arguments_bytes``.
+        moments_bytes: a part of ``arguments_bytes``.
+        least_bytes: weights, keys and values, which a decoding step must read.
+        temporaries_bytes: gradients, activations and what else the compiler needs; as its message
+            says if it refuses the program.
+        gradients_bytes: a part of ``temporaries_bytes``, by formula.
+        starting_bytes: the most that is needed while weights under adapters are read and quantized.
+        device_memory_bytes: what the device has.
+        attention: the attention kernel in the program; empty if it has none.
+        flops: by the formula of ``training_flops_per_token``.
+        recomputed: FLOPs including what ``training.remat`` computes again, over ``flops``.
+        attention_flops: the part of attention in ``flops``.
+        attends_again: whether the backward pass computes attention's forward pass again.
+        traffic_bytes: read and written in memory, by the program's text.
+        launches: of kernels and copies, by the program's text.
+        collectives: the exchanges between devices.
+        compute_s: the time of the FLOPs alone.
+        memory_s: the time of the memory traffic alone.
+        interconnect_s: the time of the exchanges alone.
+        tokens: of all devices in a step.
+        compile_s: how long compiling took.
+        largest: ``(bytes, shape, name)`` of the largest buffers, if the step does not fit.
+        advice: options that would make the step fit.
+    """
+
+    device: str
     devices: int
-    mesh: dict[str, int]  # the sizes of its axes
-    settings: Json = dataclasses.field(default_factory=dict)  # of ``training``, as planned
-    arguments_bytes: (
-        int  # what the step takes, and returns in the same memory: parameters, moments, the batch
-    )
+    mesh: dict[str, int]
+    settings: Json = dataclasses.field(default_factory=dict)
+    arguments_bytes: int
     parameters_bytes: int
     moments_bytes: int = 0
-    least_bytes: int = 0  # of weights, keys and values, which a step of decoding reads at least
-    temporaries_bytes: int  # gradients, activations, what the compiler needs besides; if it refuses, by what it says
-    gradients_bytes: int = 0  # a part of it, by formula
-    starting_bytes: int = 0  # at most, while the weights to adapt are read and quantized
+    least_bytes: int = 0
+    temporaries_bytes: int
+    gradients_bytes: int = 0
+    starting_bytes: int = 0
     device_memory_bytes: int
-    attention: str  # the attention kernel in the program; empty if it has none
-    flops: float  # of a device in a step, by the formula of ``training_flops_per_token``
-    recomputed: float = 1.0  # FLOPs with what ``training.remat`` computes again, over those without
-    attention_flops: float = 0.0  # the part of attention in ``flops``
-    attends_again: bool = False  # whether the backward pass computes attention's forward pass again
-    traffic_bytes: float  # read and written in memory, by the program's text
-    launches: int = 0  # of kernels and copies, by the same
+    attention: str
+    flops: float
+    recomputed: float = 1.0
+    attention_flops: float = 0.0
+    attends_again: bool = False
+    traffic_bytes: float
+    launches: int = 0
     collectives: Sequence[program.Collective]
-    compute_s: float  # what each of the three alone would take
+    compute_s: float
     memory_s: float
     interconnect_s: float
-    tokens: int  # of all devices in a step
+    tokens: int
     compile_s: float
-    largest: Sequence[
-        tuple[float, str, str]
-    ] = ()  # ``(bytes, shape, name)`` of buffers, of what does not fit
-    advice: Sequence[str] = ()  # what would make it fit, of what is not done yet
+    largest: Sequence[tuple[float, str, str]] = ()
+    advice: Sequence[str] = ()
 
-    needed_bytes = property(
-        lambda it: it.arguments_bytes + it.temporaries_bytes, doc="Of a device, all together."
-    )
-    most_bytes = property(
-        lambda it: max(it.needed_bytes, it.starting_bytes), doc="Of a device, at any time."
-    )
-    fits = property(
-        lambda it: it.most_bytes <= it.device_memory_bytes, doc="Whether that is within its memory."
-    )
-    times_s = property(
-        lambda it: {
-            name: getattr(it, f"{name}_s") for name in ("compute", "memory", "interconnect")
-        }
-    )
-    binds = property(
-        lambda it: max(it.times_s, key=it.times_s.get),
-        doc="Which of these takes longest: all overlap.",
-    )
-    tokens_per_s = property(
-        lambda it: it.tokens / max(*it.times_s.values(), 1e-12), doc="Of all devices, so limited."
-    )
+    @property
+    def needed_bytes(self) -> int:
+        """The memory that the step needs."""
+        return self.arguments_bytes + self.temporaries_bytes
+
+    @property
+    def most_bytes(self) -> int:
+        """The memory that is needed at any time, also before the first step."""
+        return max(self.needed_bytes, self.starting_bytes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has that memory."""
+        return self.most_bytes <= self.device_memory_bytes
+
+    @property
+    def times_s(self) -> dict[str, float]:
+        """The times of compute, memory and interconnect, which overlap."""
+        return {name: getattr(self, f"{name}_s") for name in ("compute", "memory", "interconnect")}
+
+    @property
+    def binds(self) -> str:
+        """Which of them takes longest."""
+        times_s = self.times_s
+        return max(times_s, key=lambda name: times_s[name])
+
+    @property
+    def tokens_per_s(self) -> float:
+        """The highest speed of all devices together."""
+        return self.tokens / max(*self.times_s.values(), 1e-12)
 
     @property
     def mfu_limit(self) -> float:
-        """The share of peak FLOP/s that this leaves, by the model's own FLOPs."""
+        """The share of peak FLOP/s at that speed, by the model's own FLOPs."""
         return self.compute_s / self.recomputed * self.tokens_per_s / self.tokens
 
     @property
     def expected_s(self) -> float | None:
-        """What a step should take by ``plan.devices.MEASURED``; None where the device or kernel was not measured.
+        """The expected time of a step, by ``plan.devices.MEASURED``.
 
-        Attention, the other products, and all that is read and written are taken to follow each other.
+        None if the device or the kernel was not measured. Attention, the other products and the
+        memory traffic are taken to follow each other, and the exchanges to run beside them.
         """
-        measured = MEASURED.get(self.device.partition(":")[0])
+        kind = self.device.partition(":")[0]
+        measured = MEASURED.get(kind)
         if not measured or self.attention not in measured.attention:
             return None
-        published = ACCELERATORS[self.device.partition(":")[0]]
+        published = ACCELERATORS[kind]
         forward, both = measured.attention[self.attention]
-        attention_s = (
-            self.attention_flops / published.flops * (1 / both + self.attends_again / 3 / forward)
-        )
-        others = self.flops * self.recomputed - self.attention_flops * (1 + self.attends_again / 3)
+        # The forward pass is a third of a step's FLOPs.
+        again = self.attends_again / 3
+        attention_s = self.attention_flops / published.flops * (1 / both + again / forward)
+        others = self.flops * self.recomputed - self.attention_flops * (1 + again)
         products_s = others / (measured.products * published.flops)
         traffic_s = self.traffic_bytes / (measured.bandwidth * published.bandwidth)
-        return max(
-            attention_s + products_s + traffic_s, self.interconnect_s
-        )  # the last runs beside them
+        return max(attention_s + products_s + traffic_s, self.interconnect_s)
 
     @property
     def expected_mfu(self) -> float | None:
-        """The MFU that this gives."""
+        """The MFU in that time."""
         at_peak_s = self.compute_s / self.recomputed
         return self.expected_s and at_peak_s / self.expected_s
 
     def as_dict(self) -> Json:
-        """All of it, as ``--json`` prints it."""
+        """Return all of it, as ``--json`` prints it."""
         names = ("fits", "binds", "mfu_limit", "tokens_per_s", "expected_s", "expected_mfu")
         derived = {name: getattr(self, name) for name in names}
         derived["activations_bytes"] = self.temporaries_bytes - self.gradients_bytes
-        return (
-            derived
-            | dataclasses.asdict(self)
-            | {"collectives": [row._asdict() for row in self.collectives]}
-        )
+        collectives = [row._asdict() for row in self.collectives]
+        return derived | dataclasses.asdict(self) | {"collectives": collectives}
 
 
 def plan_training(config: TrainConfig, topology: str) -> Receipt:
-    """Compile the training step of a configuration for the devices of a topology, such as ``v5p:4x4x4`` or ``h100:8``.
+    """Compile the training step of a configuration for the devices of a topology.
 
-    Nothing is allocated and no such device is needed. ``UsageError`` for a topology, mesh or batch that cannot be.
+    Nothing is allocated, and no such device is needed.
+
+    Args:
+        config: the configuration; with ``remat`` auto, the first of dots and block that fits.
+        topology: such as ``v5p:4x4x4`` or ``h100:8``.
+
+    Raises:
+        UsageError: the topology, mesh or batch is not possible.
     """
-    if config.training.remat == "auto":
-        trials = (dataclasses.replace(config.training, remat=remat) for remat in ("dots", "block"))
-        receipts = (
-            plan_training(dataclasses.replace(config, training=trial), topology) for trial in trials
+    options = config.training
+    if options.remat == "auto":
+        dots, block = (
+            dataclasses.replace(config, training=dataclasses.replace(options, remat=remat))
+            for remat in ("dots", "block")
         )
-        first = next(receipts)
-        return first if first.fits else next(receipts)
+        receipt = plan_training(dots, topology)
+        return receipt if receipt.fits else plan_training(block, topology)
+
+    # The step, and abstract arrays of what it takes.
     accelerator, devices = topology_devices(topology)
-    mesh, options = make_mesh(config.mesh, devices), config.training
+    mesh = make_mesh(config.mesh, devices)
     check_batch(config, mesh)
     training = compile_training(config, mesh)
-    state, seq_len = (
-        jax.eval_shape(training.init, jax.random.key(0)),
-        options.seq_len or config.model.max_seq_len,
+    state = jax.eval_shape(training.init, jax.random.key(0))
+    seq_len = options.seq_len or config.model.max_seq_len
+    ids, counted = (
+        jax.ShapeDtypeStruct(
+            (options.batch_size, seq_len + 1), dtype, sharding=training.batch_sharding
+        )
+        for dtype in (jnp.int32, bool)
     )
-    shape = options.batch_size, seq_len + 1
-    int_rows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=training.batch_sharding)
-    batch = Batch(
-        int_rows, int_rows, jax.ShapeDtypeStruct(shape, bool, sharding=training.batch_sharding)
-    )
+    batch = Batch(ids, ids, counted)
+
+    # The parts of the receipt that formulas give.
     tokens = options.batch_size * seq_len
-    attention, shares = attention_of(config, mesh), training.trainable.shares
-    whole, without = (
-        training_flops_per_token(config.model, length, shares) for length in (seq_len, 0)
-    )
-    flops = whole * tokens / len(devices)
-    sizes = {
+    attention = attention_of(config, mesh)
+    shares = training.trainable.shares
+    token_flops = training_flops_per_token(config.model, seq_len, shares)
+    products_flops = training_flops_per_token(config.model, 0, shares)
+    flops = token_flops * tokens / len(devices)
+    reduce_bytes = jnp.dtype(options.reduce_dtype).itemsize
+    known = {
         "arguments_bytes": device_bytes((state, batch)),
         "parameters_bytes": device_bytes((state.params, state.base, state.average)),
         "moments_bytes": device_bytes(state.opt_state),
-        "gradients_bytes": device_bytes(training.trained)
-        * jnp.dtype(options.reduce_dtype).itemsize
-        // 4,
+        "gradients_bytes": device_bytes(training.trained) * reduce_bytes // 4,
         "recomputed": recomputed(config, attention, shares),
-        "attention_flops": flops * (1 - without / whole),
+        "attention_flops": flops * (1 - products_flops / token_flops),
         "attends_again": attends_again(config, attention),
         "settings": settings(config),
         "starting_bytes": starting_bytes(config, training),
@@ -178,84 +225,101 @@ def plan_training(config: TrainConfig, topology: str) -> Receipt:
         lowered = training.step.lower(state, batch)
     except Refused as error:
         raise UsageError(f"{error}: take another training.attention, or mesh.sequence") from error
-    receipt = _receipt(topology, accelerator, mesh, lowered, flops, tokens, sizes)
-    return (
-        receipt if receipt.fits else dataclasses.replace(receipt, advice=_advice(config, receipt))
-    )
+    receipt = _receipt(topology, accelerator, mesh, lowered, flops, tokens, known)
+    if receipt.fits:
+        return receipt
+    return dataclasses.replace(receipt, advice=_advice(config, receipt))
 
 
 def starting_bytes(config: TrainConfig, training: Training) -> int:
-    """What a device holds at most while the weights to adapt are read from bfloat16 files and quantized."""
+    """Compute the most that a device holds while the weights under adapters are read and quantized.
+
+    The files are in bfloat16. Weights that are not quantized are read in their final form: 0.
+    """
     if not config.trains_adapters or config.lora.base not in ("int8", "nf4"):
-        return 0  # each is read in its final form
-    _, held = training.trainable.reading()
+        return 0
+    quantize = training.trainable.convert
     shapes = {
         path: shape_of(row, config.model) for path, row in parameter_table(config.model).items()
     }
-    held_bytes, most = 0, 0
-    for path in sorted(
-        shapes, key=lambda path: -math.prod(shapes[path])
-    ):  # as ``load_params`` reads them
+    quantized_bytes = 0
+    max_bytes = 0
+    # In the order in which ``load_params`` reads: the largest first.
+    for path in sorted(shapes, key=lambda path: -math.prod(shapes[path])):
         stack = jax.ShapeDtypeStruct(shapes[path], jnp.bfloat16)
-        own_bytes = device_bytes(jax.eval_shape(functools.partial(held, path), stack))
+        stack_bytes = device_bytes(stack)
+        result_bytes = device_bytes(jax.eval_shape(functools.partial(quantize, path), stack))
         # int8 transposes the stack; nf4 has a few layers in float32.
-        others_bytes = (
-            device_bytes(stack) if config.lora.base == "int8" else 12 * math.prod(stack.shape[1:])
-        )
-        most = max(most, held_bytes + own_bytes + device_bytes(stack) + others_bytes)
-        held_bytes += own_bytes
-    return most
+        working_bytes = stack_bytes
+        if config.lora.base == "nf4":
+            working_bytes = 12 * math.prod(stack.shape[1:])
+        quantized_bytes += result_bytes
+        max_bytes = max(max_bytes, quantized_bytes + stack_bytes + working_bytes)
+    return max_bytes
 
 
 def settings(config: TrainConfig) -> Json:
-    """What a search changes of a step, but for the mesh."""
-    return {
-        name: getattr(config.training, name)
-        for name in ("batch_size", "accumulation", "remat", "attention")
-    }
+    """Return the options, besides the mesh, that a search changes."""
+    names = ("batch_size", "accumulation", "remat", "attention")
+    return {name: getattr(config.training, name) for name in names}
 
 
 def describe(mesh: Mapping[str, int], settings: Mapping[str, Any]) -> str:
-    """``fsdp=4 x tensor=2, batch_size 16, remat block``."""
+    """Describe a mesh and settings in a line.
+
+    >>> mesh = {"data": 1, "fsdp": 4, "sequence": 1, "tensor": 2}
+    >>> describe(mesh, {"batch_size": 16, "remat": "block"})
+    'fsdp=4 x tensor=2, batch_size 16, remat block'
+    """
     sizes = " x ".join(f"{name}={mesh[name]}" for name in AXES if mesh[name] > 1)
-    return ", ".join(
-        [sizes or "one device", *(f"{name} {value}" for name, value in settings.items())]
-    )
+    values = (f"{name} {value}" for name, value in settings.items())
+    return ", ".join([sizes or "one device", *values])
 
 
 def recomputed(
     config: TrainConfig, attention: str, trained: Mapping[str, float] | None = None
 ) -> float:
-    """The FLOPs of a step with what its backward pass computes again, over those of ``training_flops_per_token``.
+    """Compute a step's FLOPs, including what its backward pass computes again, over those without.
 
-    ``block`` and ``offload`` run the layers forward twice, but not the head.
+    The latter are by ``training_flops_per_token``. ``block`` and ``offload`` run the layers forward
+    twice, but not the head.
+
+    Args:
+        config: the configuration.
+        attention: the name of the attention implementation.
+        trained: how much of each parameter is trained; None if all are.
     """
-    model, remat = config.model, config.training.remat
+    model = config.model
     seq_len = config.training.seq_len or model.max_seq_len
-    products, all_of_it = (training_flops_per_token(model, length) for length in (0, seq_len))
+    products = training_flops_per_token(model, 0)
     again = 0.0
     if attends_again(config, attention):
-        again += (all_of_it - products) / 3
-    if remat in ("block", "offload"):
+        again += (training_flops_per_token(model, seq_len) - products) / 3
+    if config.training.remat in ("block", "offload"):
         again += products / 3 - 2 * model.vocab_size * model.embed_dim
     return 1 + again / training_flops_per_token(model, seq_len, trained)
 
 
 def attends_again(config: TrainConfig, attention: str) -> bool:
-    """Whether the backward pass computes attention's forward pass again; ``dots`` keeps some kernels' results."""
+    """Whether the backward pass computes attention's forward pass again.
+
+    ``dots`` stores the results of some kernels.
+    """
     remat = config.training.remat
-    return remat in ("block", "offload") or (
-        remat == "dots" and attention not in ("tokamax", "blocked")
-    )
+    is_stored = attention not in ("tokamax", "blocked")
+    return remat in ("block", "offload") or (remat == "dots" and is_stored)
 
 
 def _advice(config: TrainConfig, receipt: Receipt) -> list[str]:
-    """What would make a step fit, of what it does not do yet, the cheapest first."""
-    options, mesh = config.training, receipt.mesh
-    ways, tips = mesh["data"] * mesh["fsdp"], []
+    """Return options that would make a step fit and are not taken yet, the cheapest first."""
+    options = config.training
+    mesh = receipt.mesh
+    ways = mesh["data"] * mesh["fsdp"]
+    rows = options.batch_size // ways
+    tips = []
     if options.remat != "offload":
         tips.append(f"--training.remat {'offload' if options.remat == 'block' else 'block'}")
-    if (rows := options.batch_size // ways) > options.accumulation:
+    if rows > options.accumulation:
         tips.append(f"--training.accumulation {rows}, one row of each device at a time")
     elif ways % 2 == 0 and receipt.attention not in ("tokamax", "triton"):
         sizes = f"--mesh.sequence {2 * mesh['sequence']} --mesh.data 1 --mesh.fsdp {ways // 2}"
@@ -266,11 +330,12 @@ def _advice(config: TrainConfig, receipt: Receipt) -> list[str]:
         tips.append("--optimizer.moment_dtype bfloat16, half of the moments")
     if mesh["data"] > 1:
         tips.append(f"--mesh.data 1 --mesh.fsdp {ways}, so that no device holds what another does")
-    held, has = receipt.arguments_bytes + receipt.gradients_bytes, receipt.device_memory_bytes
-    if held > has:
-        least = math.ceil(receipt.devices * held / has)
+    state_bytes = receipt.arguments_bytes + receipt.gradients_bytes
+    if state_bytes > receipt.device_memory_bytes:
+        min_devices = math.ceil(receipt.devices * state_bytes / receipt.device_memory_bytes)
         tips.append(
-            f"at least {least} devices: parameters, moments and gradients alone take {held / 2**30:.1f} GiB"
+            f"at least {min_devices} devices: parameters, moments and gradients alone take "
+            f"{state_bytes / 2**30:.1f} GiB"
         )
     return tips
 
@@ -283,14 +348,26 @@ def plan_decoding(
     length: int,
     quantize: Quantization | None,
 ) -> Receipt:
-    """Compile a decoding step of ``batch_size`` rows with ``length`` tokens each, for decoding, in bfloat16.
+    """Compile a decoding step, in bfloat16, for the devices of a topology.
 
-    Keys and values are split as ``batch_shardings`` has it. ``UsageError`` as ``plan_training``.
+    Keys and values are split as ``batch_shardings`` says.
+
+    Args:
+        config: the model.
+        topology: such as ``v5p:4x4x4`` or ``h100:8``.
+        mesh: how the devices share the work.
+        batch_size: rows, over all devices.
+        length: tokens in the cache of each row.
+        quantize: of the weights.
+
+    Raises:
+        UsageError: the topology or mesh is not possible.
     """
     accelerator, devices = topology_devices(topology)
     split = make_mesh(mesh, devices)
     check_divides(split, config)
 
+    # Abstract weights, tokens and cache, with their shardings.
     floats = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), abstract_params(config)
     )
@@ -301,42 +378,49 @@ def plan_decoding(
         spec.key: matrix_sharding(split, spec.parameter, config).spec
         for spec in tensor_specs(config)
     }
-
-    def weight(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-        name = jax.tree_util.keystr(path[1:], simple=True, separator="/")
-        spec = specs.get(name) or specs.get(
-            name.rpartition("/")[0], ()
-        )  # of a matrix: its values, or scale
-        return leaf.update(sharding=NamedSharding(split, PartitionSpec(*spec[: leaf.ndim])))
-
-    params = jax.tree_util.tree_map_with_path(weight, layout)
+    params = jax.tree_util.tree_map_with_path(
+        functools.partial(_place_weight, split, specs), layout
+    )
     cache = jax.eval_shape(lambda: KVCache.zeros(config, batch_size, length, jnp.bfloat16))
     rows = jax.ShapeDtypeStruct((batch_size, 1), jnp.int32), cache._replace(lengths=None)
     shardings = batch_shardings(split, rows)
-    tokens, cache = jax.tree.map(lambda leaf, where: leaf.update(sharding=where), rows, shardings)
+    tokens, cache = jax.tree.map(
+        lambda leaf, sharding: leaf.update(sharding=sharding), rows, shardings
+    )
 
     attention = choose_cache_attention(1, cache.keys[0], devices[0].platform)
 
     def step(params: DecodeParams, tokens: Any, cache: Any) -> tuple[Any, Any]:
         llama = build_model(config, params)
-        # Lengths that the compiler knows: how often attention's loop runs is then in the program's text.
+        # With constant lengths, the program's text says how often attention's loop runs.
         cache = cache._replace(lengths=jnp.full(batch_size, length - 1, jnp.int32))
         hidden, cache = llama.decode(
             tokens, cache, jnp.ones(batch_size, jnp.int32), attention=attention
         )
         return jnp.argmax(llama.logits(hidden)[:, 0], axis=-1), cache._replace(lengths=None)
 
-    lowered = jax.jit(step, donate_argnums=2, out_shardings=(None, shardings[1])).lower(
-        params, tokens, cache
-    )
+    compiled = jax.jit(step, donate_argnums=2, out_shardings=(None, shardings[1]))
+    lowered = compiled.lower(params, tokens, cache)
     flops = training_flops_per_token(config, length) / 3 * batch_size / len(devices)
-    sizes = {
+    arguments_bytes = device_bytes((params, tokens, cache))
+    # Only a few rows of a separate embedding are read.
+    unread_bytes = 0 if config.tie_embeddings else device_bytes(params.weights["embed"])
+    known = {
         "parameters_bytes": device_bytes(params),
-        "arguments_bytes": device_bytes((params, tokens, cache)),
+        "arguments_bytes": arguments_bytes,
+        "least_bytes": arguments_bytes - unread_bytes,
     }
-    looked_up = 0 if config.tie_embeddings else device_bytes(params.weights["embed"])
-    sizes["least_bytes"] = sizes["arguments_bytes"] - looked_up
-    return _receipt(topology, accelerator, split, lowered, flops, batch_size, sizes)
+    return _receipt(topology, accelerator, split, lowered, flops, batch_size, known)
+
+
+def _place_weight(
+    mesh: Any, specs: Mapping[str, Any], path: Any, leaf: Any
+) -> jax.ShapeDtypeStruct:
+    """Give a weight its sharding; ``specs`` are those of whole matrices."""
+    name = jax.tree_util.keystr(path[1:], simple=True, separator="/")
+    # A quantized matrix has leaves below its name: its values, and their scale.
+    spec = specs.get(name) or specs.get(name.rpartition("/")[0], ())
+    return leaf.update(sharding=NamedSharding(mesh, PartitionSpec(*spec[: leaf.ndim])))
 
 
 def _receipt(
@@ -346,46 +430,71 @@ def _receipt(
     lowered: Any,
     flops: float,
     tokens: int,
-    sizes: Json,
+    known: Json,
 ) -> Receipt:
-    start_s, text = time.perf_counter(), ""
+    """Compile a step, and read the rest of its receipt from the program.
+
+    Args:
+        topology: of ``mesh``.
+        accelerator: the kind of its devices.
+        mesh: the devices.
+        lowered: the step.
+        flops: of a device in a step.
+        tokens: of all devices in a step.
+        known: fields of the receipt that are known by formula.
+    """
+    start_s = time.perf_counter()
+    text = ""
     try:
         compiled = lowered.compile()
-        sizes["arguments_bytes"], temporaries = program_bytes(compiled)
+        known["arguments_bytes"], temporaries_bytes = program_bytes(compiled)
         text = compiled.as_text()
-    except jax.errors.JaxRuntimeError as error:  # TPUs' compiler refuses what does not fit
-        said = " ".join(str(error).split())
-        if not (used := re.search(r"(Used|HLO temporaries) \(?([\d.]+)([KMGT])", said)):
-            raise JllamaError(
-                f"the compiler for {topology} refuses the program: {said[:300]}"
-            ) from error
-        temporaries = int(float(used[2]) * 2 ** (10 * ("KMGT".index(used[3]) + 1)))
-        temporaries -= sizes["arguments_bytes"] if used[1] == "Used" else 0
+    except jax.errors.JaxRuntimeError as error:
+        # The compiler for TPUs refuses what does not fit.
+        temporaries_bytes = _refused_bytes(topology, error, known["arguments_bytes"])
     parsed = program.parse(text)
-    exchanges, traffic_bytes = (
-        program.collectives(parsed, accelerator.node),
-        program.traffic_bytes(parsed),
-    )
-    received = ((row.devices, row.near, row.times * row.bytes_each) for row in exchanges)
+    collectives = program.collectives(parsed, accelerator.node)
+    traffic_bytes = program.traffic_bytes(parsed)
     receipt = Receipt(
         device=topology,
         devices=mesh.size,
         mesh=dict(mesh.shape),
-        temporaries_bytes=temporaries,
+        temporaries_bytes=temporaries_bytes,
         device_memory_bytes=int(accelerator.memory_bytes),
         attention=", ".join(program.kernels(text)),
         flops=flops,
         traffic_bytes=traffic_bytes,
         launches=program.launches(parsed),
-        collectives=exchanges,
-        compute_s=flops * sizes.get("recomputed", 1.0) / accelerator.flops,
+        collectives=collectives,
+        compute_s=flops * known.get("recomputed", 1.0) / accelerator.flops,
         memory_s=traffic_bytes / accelerator.bandwidth,
-        interconnect_s=sum(interconnect_s(accelerator, *row) for row in received),
+        interconnect_s=sum(
+            interconnect_s(accelerator, row.devices, row.near, row.times * row.bytes_each)
+            for row in collectives
+        ),
         tokens=tokens,
         compile_s=time.perf_counter() - start_s,
-        **sizes,
+        **known,
     )
     if receipt.fits:
         return receipt
-    as_written = parsed if text else program.parse(lowered.as_text(dialect="hlo", debug_info=True))
-    return dataclasses.replace(receipt, largest=program.largest_buffers(as_written))
+    if not text:
+        parsed = program.parse(lowered.as_text(dialect="hlo", debug_info=True))
+    return dataclasses.replace(receipt, largest=program.largest_buffers(parsed))
+
+
+def _refused_bytes(topology: str, error: Exception, arguments_bytes: int) -> int:
+    """Read the bytes of temporaries from a compiler's message that a program does not fit.
+
+    Raises:
+        JllamaError: the message is another one.
+    """
+    message = " ".join(str(error).split())
+    match = re.search(r"(Used|HLO temporaries) \(?([\d.]+)([KMGT])", message)
+    if not match:
+        raise JllamaError(
+            f"the compiler for {topology} refuses the program: {message[:300]}"
+        ) from error
+    subject, number, unit = match.groups()
+    size = int(float(number) * 2 ** (10 * ("KMGT".index(unit) + 1)))
+    return size - arguments_bytes if subject == "Used" else size

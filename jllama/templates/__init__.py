@@ -1,1 +1,1 @@
-"""Chat templates: from messages to text and tokens, and which of those an answer is made of."""
+"""Chat templates: from messages to text and token ids, and which of them an answer is made of."""

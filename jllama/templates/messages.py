@@ -1,4 +1,4 @@
-"""Messages, the text and token ids that a chat template makes of them, and which of those fine-tuning learns from."""
+"""Messages, the token ids that a chat template makes of them, and which of these are learned."""
 
 import contextlib
 import itertools
@@ -15,40 +15,45 @@ from jllama.templates.template import render, render_answers
 from jllama.tokenizers import Tokenizer
 
 Message = Mapping[str, Any]
-"""``{"role": "system", "user", "assistant" or "tool", "content": text}``, as in transformers. An assistant's may have
-``tool_calls``, a list of objects, and then no content; a tool's a ``name`` and a ``tool_call_id``."""
+"""``{"role": "system", "user", "assistant" or "tool", "content": text}``, as in transformers. An
+assistant's may have ``tool_calls``, a list of objects, and then no content. A tool's may have a
+``name`` and a ``tool_call_id``."""
 
 ROLES = ("system", "user", "assistant", "tool")
 TEXTS = ("text", "input_text", "output_text")
-"""What OpenAI's APIs call a part of a message that is text."""
+"""The types of a text part of a message in OpenAI's APIs."""
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>")
-"""Special tokens with which templates end an answer, whether the checkpoint lists them as stop ids or not."""
+"""Special tokens with which templates end an answer, even if the checkpoint does not list them as
+stop ids."""
 
 SMOLLM2_TOOLS = (
     Path(__file__).with_name("tools").joinpath("smollm2.jinja").read_text(encoding="utf-8")
 )
-"""SmolLM2's own template, which takes no tools, and around it the prompt that its authors trained it with."""
+"""SmolLM2's own template, which takes no tools, with the tool prompt of its training around it."""
 
 TEMPLATES = {
     path.stem: path.read_text(encoding="utf-8")
     for path in sorted(Path(__file__).parent.glob("*.jinja"))
 }
-"""For checkpoints that come without one: what Meta's reference code does for Llama 2 and Llama 3, and ChatML."""
+"""Templates for checkpoints without one: what Meta's reference code does for Llama 2 and Llama 3,
+and ChatML."""
 
 
 def find_template(tokenizer: Tokenizer, own: str | None, choice: str | None = None) -> str:
-    """Return the Jinja template to converse with: ``choice`` (one of ``TEMPLATES``, or a file's path), or the model's.
+    """Return the Jinja template to converse with, as ``with_tools`` returns it.
 
-    It is the one ``with_tools``. Of a model without one, its tokenizer decides between ``TEMPLATES``. Raises
-    ``JllamaError`` if nothing does.
+    Args:
+        tokenizer: decides between ``TEMPLATES`` if there is neither a choice nor an own template.
+        own: the template of the checkpoint.
+        choice: one of ``TEMPLATES``, or the path of a file.
+
+    Raises:
+        JllamaError: there is no template, or the file cannot be read.
     """
     names = ", ".join(TEMPLATES)
     if choice is not None:
-        with fault_of(
-            f"the template {choice!r} cannot be read: give a file or one of {names}",
-            OSError,
-            ValueError,
-        ):
+        advice = f"the template {choice!r} cannot be read: give a file or one of {names}"
+        with fault_of(advice, OSError, ValueError):
             return with_tools(TEMPLATES.get(choice) or Path(choice).read_text(encoding="utf-8"))
     if own:
         return with_tools(own)
@@ -57,16 +62,16 @@ def find_template(tokenizer: Tokenizer, own: str | None, choice: str | None = No
             return TEMPLATES[name]
     if not tokenizer.is_byte_level:
         return TEMPLATES["llama2"]
-    wrong = "the checkpoint has no chat template and its tokenizer no special tokens of a known one"
     raise JllamaError(
-        f"{wrong}: give one of {names} or a file, if the model was trained to converse at all"
+        "the checkpoint has no chat template and its tokenizer no special tokens of a known one: "
+        f"give one of {names} or a file, if the model was trained to converse at all"
     )
 
 
 def with_tools(template: str) -> str:
-    """Return the template to use in place of a checkpoint's own: the same, or one that takes tools as well.
+    """Return a template that takes tools, for one that does not; by default the same.
 
-    SmolLM2's own takes none. Both write the same where there are no tools and no calls.
+    Only SmolLM2's own is replaced. Both write the same if there are no tools and no calls.
     """
     if "assistant named SmolLM" in template and "tools" not in template:
         return SMOLLM2_TOOLS
@@ -74,19 +79,21 @@ def with_tools(template: str) -> str:
 
 
 def end_of_turn_ids(tokenizer: Tokenizer, stop_ids: Sequence[int]) -> tuple[int, ...]:
-    """The tokens that end an answer: a model's stop ids, and those of ``END_OF_TURN`` that its tokenizer has."""
+    """Return the tokens that end an answer: the stop ids, and ``END_OF_TURN`` of the tokenizer."""
     special = tokenizer.special_tokens
-    return tuple(
-        dict.fromkeys([*stop_ids, *(special[text] for text in END_OF_TURN if text in special)])
-    )
+    ends = (special[text] for text in END_OF_TURN if text in special)
+    return tuple(dict.fromkeys([*stop_ids, *ends]))
 
 
 def conversing(
     tokenizer: Tokenizer, own: str | None, stop_ids: Sequence[int], choice: str = ""
 ) -> tuple[str | None, tuple[int, ...]]:
-    """Return the template of ``find_template``, None if there is none, and the tokens that end an answer.
+    """Return the template of ``find_template``, or None, and the tokens that end an answer.
 
-    Without stop ids these are EOS. Raises ``JllamaError`` for a ``choice`` that cannot be read.
+    If there are no stop ids, EOS is one.
+
+    Raises:
+        JllamaError: ``choice`` cannot be read.
     """
     template = None
     if choice:
@@ -104,132 +111,157 @@ def template_variables(
     tools: Any = None,
     more: Any = None,
 ) -> Json:
-    """What a template is given. ``add_generation_prompt`` asks it to end with what begins an answer.
+    """Return the variables of a template.
 
-    ``more`` are variables by their names, ``UsageError`` for one that every template is given.
+    Args:
+        tokenizer: provides the special tokens.
+        messages: the conversation.
+        add_generation_prompt: whether the text ends with what begins an answer.
+        tools: a list of JSON schemas, or None.
+        more: further variables by their names.
+
+    Raises:
+        UsageError: ``more`` has a variable that every template receives.
     """
+    more = more or {}
     texts = {id: text for text, id in tokenizer.special_tokens.items()}
-    given = {
+    variables = {
         "messages": [*map(dict, messages)],
         "add_generation_prompt": add_generation_prompt,
         "tools": tools,
-    }
-    given |= {
         "bos_token": texts[tokenizer.bos_id],
         "eos_token": texts[tokenizer.eos_id],
         "documents": None,
+        # Whether a prompt begins with BOS: jllama's own variable, not one of transformers.
+        "add_bos": tokenizer.add_bos,
     }
-    given["add_bos"] = (
-        tokenizer.add_bos
-    )  # whether a prompt begins with BOS: ours, not transformers'
-    if taken := sorted(given.keys() & (more or {}).keys()):
-        raise UsageError(f"the chat template is given {taken[0]!r} in any case: leave it out")
-    return given | (more or {})
+    for name in sorted(more):
+        if name in variables:
+            raise UsageError(f"the chat template is given {name!r} in any case: leave it out")
+    return variables | more
 
 
 def message_ids(
     tokenizer: Tokenizer, template: str, messages: Sequence[Message], add_generation_prompt: bool
 ) -> list[int]:
-    """The token ids of what a template makes of messages, whatever these hold; special tokens in it become theirs."""
+    """Return the token ids of the text that a template makes of messages, which are not checked.
+
+    Special tokens in the text become their ids.
+    """
     text = render(template, **template_variables(tokenizer, messages, add_generation_prompt))
     return tokenizer.encode_with_special_tokens(text)
 
 
 def check_messages(messages: Sequence[Any], tools: Any = None, with_names: bool = False) -> None:
-    """Raise ``UsageError`` unless there are messages and each is as ``Message`` says, and tools are objects.
+    """Raise ``UsageError`` unless the messages are ``Message`` objects and the tools are objects.
 
-    ``with_names`` lets every message have a ``name``.
+    There must be at least one message. ``with_names`` allows every message a ``name``.
     """
     if not messages:
         raise UsageError("there are no messages: a conversation needs at least one")
     for number, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise UsageError(
-                f"message {number} is of type {type(message).__name__}; it must have a role and a content"
-            )
-        role, content, calls = (message.get(name) for name in ("role", "content", "tool_calls"))
-        is_call = role == "assistant" and "tool_calls" in message
-        optional = set[str]()
-        if is_call:
-            optional = {"tool_calls", "content"}
-        elif role == "tool":
-            optional = {"name", "tool_call_id"}
-        if with_names and isinstance(message.get("name"), str):
-            optional.add("name")
-        if message and role not in ROLES:
-            found = f"the role {role!r}" if "role" in message else "no role"
-            raise UsageError(f"message {number} has {found}; it must be one of {', '.join(ROLES)}")
-        if set(message) - optional != {"role", "content"} - optional:
-            names = ", ".join(map(repr, message)) or "nothing"
-            raise UsageError(
-                f"message {number} has {names}; it must have just 'role' and 'content'"
-            )
-        if not isinstance(content, str) and not (is_call and content is None):
-            raise UsageError(
-                f"message {number} has a content of type {type(content).__name__}, not text"
-            )
-        if is_call and not _are_objects(calls):
-            raise UsageError(f"message {number} has tool_calls that are not a list of objects")
+        problem = _message_problem(message, with_names)
+        if problem:
+            raise UsageError(f"message {number} {problem}")
     if not _are_objects(tools or []):
         raise UsageError("the tools must be a list of objects, each the JSON schema of a function")
+
+
+def _message_problem(message: Any, with_names: bool) -> str:
+    """Return what is wrong with a message, or an empty text."""
+    if not isinstance(message, Mapping):
+        return f"is of type {type(message).__name__}; it must have a role and a content"
+    role = message.get("role")
+    content = message.get("content")
+    is_call = role == "assistant" and "tool_calls" in message
+    optional = set[str]()
+    if is_call:
+        optional = {"tool_calls", "content"}
+    elif role == "tool":
+        optional = {"name", "tool_call_id"}
+    if with_names and isinstance(message.get("name"), str):
+        optional.add("name")
+    if message and role not in ROLES:
+        actual = f"the role {role!r}" if "role" in message else "no role"
+        return f"has {actual}; it must be one of {', '.join(ROLES)}"
+    if set(message) - optional != {"role", "content"} - optional:
+        names = ", ".join(map(repr, message)) or "nothing"
+        return f"has {names}; it must have just 'role' and 'content'"
+    if not isinstance(content, str) and not (is_call and content is None):
+        return f"has a content of type {type(content).__name__}, not text"
+    if is_call and not _are_objects(message["tool_calls"]):
+        return "has tool_calls that are not a list of objects"
+    return ""
 
 
 def openai_messages(messages: Sequence[Any], is_request: bool = True) -> list[Message]:
     """Return messages in OpenAI's form as templates take them.
 
-    A developer's are the system's, parts of text are joined by line breaks, the arguments of calls are objects and no
-    longer JSON, and fields of null or an empty list are left out; calls without content have an empty one. Raises
-    ``UsageError`` for a message that is not as ``Message`` says (any may have a ``name``). In a request each call must
-    have an id and arguments as JSON, and each result must answer an earlier call; files may differ there, and their
-    calls keep a content of null.
+    - A developer's message becomes the system's.
+    - Parts of text are joined by line breaks.
+    - The arguments of calls become objects, no longer JSON.
+    - Fields of null or an empty list are left out. Calls without content get an empty one; in a
+      file a content of null stays.
+
+    In a request each call must have an id and arguments as JSON, and each result must answer an
+    earlier call. In files this is not required.
+
+    Raises:
+        UsageError: a message is not a ``Message``; any message may have a ``name``.
     """
-    found, called = [], []
+    converted = []
+    call_ids = []
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise UsageError(
-                f"message {number} is of type {type(message).__name__}; it must have a role and a content"
-            )
-        given = {
+            raise UsageError(f"message {number} {_message_problem(message, with_names=True)}")
+        fields = {
             name: value for name, value in message.items() if value is not None and value != []
         }
-        if "tool_calls" in given:
+        if "tool_calls" in fields:
             has_null = not is_request and message.get("content", "") is None
-            calls = _read_calls(number, given["tool_calls"], is_request)
-            given = {"content": None if has_null else "", **given, "tool_calls": calls}
-            called += [call.get("id") for call in calls]
-        if isinstance(parts := given.get("content"), list):
-            texts = [
-                part.get("text")
-                for part in parts
-                if isinstance(part, Mapping) and part.get("type") in TEXTS
-            ]
-            if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
-                raise UsageError(
-                    f"message {number} has a part that is not text: leave out images, audio and files"
-                )
-            given["content"] = "\n".join(map(str, texts))
-        if given.get("role") == "developer":
-            given["role"] = "system"
-        if is_request and given.get("role") == "tool" and given.get("tool_call_id") not in called:
+            calls = _read_calls(number, fields["tool_calls"], is_request)
+            fields = {"content": None if has_null else "", **fields, "tool_calls": calls}
+            call_ids += [call.get("id") for call in calls]
+        if isinstance(fields.get("content"), list):
+            fields["content"] = "\n".join(_part_text(number, part) for part in fields["content"])
+        if fields.get("role") == "developer":
+            fields["role"] = "system"
+        is_result = is_request and fields.get("role") == "tool"
+        if is_result and fields.get("tool_call_id") not in call_ids:
             raise UsageError(
-                f"message {number} answers no call: its tool_call_id must be that of an earlier tool call"
+                f"message {number} answers no call: "
+                "its tool_call_id must be that of an earlier tool call"
             )
-        found.append(given)
-    check_messages(found, with_names=True)
-    return found
+        converted.append(fields)
+    check_messages(converted, with_names=True)
+    return converted
+
+
+def _part_text(number: int, part: Any) -> str:
+    """Return the text of a part of a message."""
+    if isinstance(part, Mapping) and part.get("type") in TEXTS:
+        text = part.get("text")
+        if isinstance(text, str):
+            return text
+    raise UsageError(
+        f"message {number} has a part that is not text: leave out images, audio and files"
+    )
 
 
 def _read_calls(number: int, calls: Any, is_request: bool) -> list[Json]:
     with contextlib.suppress(AttributeError, LookupError, TypeError, ValueError, RecursionError):
         return [_read_call(call, is_request) for call in calls]
-    wrong = f"message {number} has tool_calls that are none"
     raise UsageError(
-        f"{wrong}: each must have an id and a function with a name and arguments, an object as JSON"
+        f"message {number} has tool_calls that are none: each must have an id and a function with "
+        "a name and arguments, an object as JSON"
     )
 
 
 def _read_call(call: Any, is_request: bool) -> Json:
-    """A call whose arguments are an object and no longer JSON; LookupError, TypeError or ValueError if it is none."""
+    """Return a call whose arguments are an object, no longer JSON.
+
+    If it is not a call, raise one of the errors that ``_read_calls`` suppresses.
+    """
     function = call.get("function", call)
     arguments = function.get("arguments") or {}
     is_json = isinstance(function.get("arguments"), str)
@@ -246,25 +278,30 @@ def _read_call(call: Any, is_request: bool) -> Json:
 
 
 def _check_order(messages: Sequence[Message]) -> None:
-    """Refuse what some templates would write all the same: a system message late, a result of a tool nobody called."""
+    """Raise ``UsageError`` for an order that some templates would accept.
+
+    It is a system message that is not the first, or the result of a tool that nobody called.
+    """
     for number, (before, message) in enumerate(itertools.pairwise(messages), 1):
         if message["role"] == "system":
-            said = f"message {number} is the system's"
-            raise UsageError(f"{said}: the roles are out of order, since it must be the first")
-        if message["role"] == "tool" and before["role"] != "tool" and "tool_calls" not in before:
-            said = f"message {number} is a tool's and message {number - 1} calls none"
             raise UsageError(
-                f"{said}: the roles are out of order, since the assistant's tool_calls must come first"
+                f"message {number} is the system's: "
+                "the roles are out of order, since it must be the first"
+            )
+        if message["role"] == "tool" and before["role"] != "tool" and "tool_calls" not in before:
+            raise UsageError(
+                f"message {number} is a tool's and message {number - 1} calls none: the roles are "
+                "out of order, since the assistant's tool_calls must come first"
             )
 
 
 def _special_at(tokenizer: Tokenizer, text: str) -> str:
-    """The special token that a text begins with, behind white space, or nothing."""
+    """Return the special token that a text begins with, after white space, or an empty text."""
     return max(filter(text.lstrip().startswith, tokenizer.special_tokens), key=len, default="")
 
 
 def _are_objects(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, Mapping) for each in value)
+    return isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
 
 
 def conversation_tokens(
@@ -279,66 +316,89 @@ def conversation_tokens(
 ) -> tuple[list[int], list[bool]]:
     """Return the token ids of a whole conversation, and which of them count.
 
-    The ids are those of transformers' ``apply_chat_template``. Those of the assistant's answers count, of the messages
-    ``learned`` (by index) where given, and the token that ends each: one of ``stop_ids`` (``end_of_turn_ids``), or the
-    special token behind the conversation's last answer. Not what begins an answer, nor what follows its end. Where the
-    template has ``{% generation %}`` tags, what is between them counts, as in transformers, and an end that directly
-    follows it. ``tools`` is a list of JSON schemas. ``notes`` counts what is learned and may not be meant.
+    The ids are those of transformers' ``apply_chat_template``. The answers of the assistant count,
+    each with the token that ends it: one of ``stop_ids``, or the special token after the
+    conversation's last answer. The text that begins an answer, or follows its end, does not count.
+    If the template has ``{% generation %}`` tags, the text between them counts, as in transformers,
+    and an end that directly follows it.
 
-    Raises ``JllamaError``: messages are not as ``Message`` says, none is an answer, or the template fails or leaves a
-    part of the conversation out.
+    Args:
+        tokenizer: the model's tokenizer.
+        template: a Jinja template.
+        messages: the conversation, with at least one answer.
+        stop_ids: the tokens that end an answer, see ``end_of_turn_ids``.
+        tools: a list of JSON schemas.
+        learned: the indices of the answers that count; by default all.
+        notes: counts what is learned and may be a mistake.
+
+    Raises:
+        JllamaError: messages are not ``Message`` objects, none is an answer, or the template fails
+            or leaves out a part of the conversation.
     """
     check_messages(messages, tools, with_names=True)
     _check_order(messages)
     notes = Counter() if notes is None else notes
-    # 1. What is to be learned
+    # 1. Choose the answers to learn.
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     chosen = [index for index in answers if learned is None or index in learned]
     if not chosen:
-        said = "no answer has a weight of 1" if answers else "no message is the assistant's"
-        raise JllamaError(f"{said}, so there is nothing to learn: add an answer, or leave it out")
-    # 2. The text, and where the answers are in it
+        problem = "no answer has a weight of 1" if answers else "no message is the assistant's"
+        raise JllamaError(
+            f"{problem}, so there is nothing to learn: add an answer, or leave it out"
+        )
+
+    # 2. Render the text, and find the answers in it.
     variables = template_variables(tokenizer, messages, False, tools)
-    text, spans, tagged, left_out = render_answers(template, variables, chosen)
-    # 3. The tokens that count
+    text, spans, is_tagged, left_out = render_answers(template, variables, chosen)
+
+    # 3. Mark the tokens that count.
     ids = tokenizer.encode_with_special_tokens(text)
     counted = [False] * len(ids)
-    last = _special_at(tokenizer, text[spans[-1][1] :]) if chosen[-1] == len(messages) - 1 else ""
-    ends = {text for text, id in tokenizer.special_tokens.items() if id in stop_ids or text == last}
+    ends = {token for token, id in tokenizer.special_tokens.items() if id in stop_ids}
+    if chosen[-1] == len(messages) - 1:
+        closing = _special_at(tokenizer, text[spans[-1][1] :])
+        if closing:
+            ends.add(closing)
     for number, (start, end, written, is_open) in enumerate(spans):
         rest = text[end:].lstrip()
         if is_open:
-            rest = rest[min((rest.find(each) for each in ends if each in rest), default=0) :]
+            # The template writes text of its own before the token that ends the answer.
+            rest = rest[min((rest.find(token) for token in ends if token in rest), default=0) :]
         following = _special_at(tokenizer, rest)
-        is_ended = tagged and text[start:end].rstrip().endswith(tuple(ends))
+        is_ended = is_tagged and text[start:end].rstrip().endswith(tuple(ends))
         if following in ends and not is_ended:
             end = len(text) - len(rest) + len(following)
-        elif following and not tagged:
+        elif following and not is_tagged:
             notes[f"answers followed by {following!r}, which is no stop id and is not learned"] += 1
-        begins = (tokenizer.encode_with_special_tokens(text[:cut]) for cut in (start, end))
-        first, last = (len(os.path.commonprefix([begin, ids])) for begin in begins)  # noqa: RUF071 - it takes any lists
+        first = _num_shared_tokens(tokenizer, text[:start], ids)
+        last = _num_shared_tokens(tokenizer, text[:end], ids)
         if first >= last:
-            remedy = (
-                "fill it, leave it out, or give a template with {% generation %} around answers"
-            )
             raise JllamaError(
-                f"answer {number + 1} is no part of its own in what the chat template writes: {remedy}"
+                f"answer {number + 1} is no part of its own in what the chat template writes: fill "
+                "it, leave it out, or give a template with {% generation %} around answers"
             )
         counted[first:last] = [True] * (last - first)
         if written:
             notes[f"answers behind {written!r}, which the template writes and is not learned"] += 1
-    # 4. What may not be meant
+
+    # 4. Refuse or note what may be a mistake.
     if left_out:
-        remedy = "leave that out of the file, too, or give another template (data.chat_template)"
         raise JllamaError(
-            f"the chat template leaves out {' and '.join(left_out)}, which would be lost: {remedy}"
+            f"the chat template leaves out {' and '.join(left_out)}, which would be lost: leave "
+            "that out of the file, too, or give another template (data.chat_template)"
         )
-    for answer in (messages[index] for index in chosen):
-        content = (answer.get("content") or "").strip()
-        if not content and not answer.get("tool_calls"):
+    for index in chosen:
+        content = (messages[index].get("content") or "").strip()
+        if not content and not messages[index].get("tool_calls"):
             notes["answers that are empty"] += 1
         if content not in text:
             notes["answers of which the template leaves out or changes a part"] += 1
     if messages[-1]["role"] != "assistant":
         notes["conversations that end without an answer"] += 1
     return ids, counted
+
+
+def _num_shared_tokens(tokenizer: Tokenizer, text: str, ids: list[int]) -> int:
+    """Return how many first tokens the beginning of a text has in common with the whole text."""
+    begin = tokenizer.encode_with_special_tokens(text)
+    return len(os.path.commonprefix([begin, ids]))  # noqa: RUF071 - it takes any lists

@@ -1,7 +1,8 @@
-"""Jinja chat templates, rendered as transformers renders them, in a process with limits.
+"""Jinja chat templates, rendered as by transformers, in a process with limits.
 
-A template is a program that comes with a checkpoint, so it is not trusted. jinja2's sandbox keeps it from Python's
-internals; its time and memory are limits of the process it runs in (``template_worker``), which is kept between calls.
+A template is a program that comes with a checkpoint, so it is not trusted. The sandbox of jinja2
+keeps it from Python's internals. Its time and memory are limited by limits of the process that it
+runs in (``template_worker``). The process is reused between calls.
 """
 
 import atexit
@@ -18,36 +19,37 @@ from typing import Any, NamedTuple
 
 from jllama.errors import JllamaError, UsageError
 
-SECONDS = 5.0  # of processor time, where the system can limit it
+SECONDS = 5.0  # of processor time, if the system can limit it
 CLOCK_SECONDS = 20.0  # by the clock, whatever else the machine does
-MEMORY_BYTES = 512 * 2**20  # of the whole process, where the system can limit it
+MEMORY_BYTES = 512 * 2**20  # of the whole process, if the system can limit it
 MAX_BYTES = 16_000_000  # of the text in UTF-8: about four million tokens
 
-MAX_WORKERS = 4  # a slow template holds up only those who render when all of them are busy
+MAX_WORKERS = 4  # a slow template delays other calls only when all workers are busy
 
+Worker = subprocess.Popen[bytes]
 _free_workers = threading.BoundedSemaphore(MAX_WORKERS)
-_workers: dict[int, list[subprocess.Popen[bytes]]] = {}
-"""The idle workers, by the id of the process that started them: a fork of that process needs its own."""
+_workers: dict[int, list[Worker]] = {}
+"""The idle workers by the id of the process that started them: a fork of it needs its own."""
 
 
 def render(template: str, **variables: Any) -> str:
-    """The text that a template makes of ``variables``; errors are those of ``render_answers``."""
-    return render_answers(template, variables)[0]
+    """Return the text that a template makes of ``variables``; raise as ``render_answers`` does."""
+    return render_answers(template, variables).text
 
 
 class Rendered(NamedTuple):
-    """What a template makes of messages, and where the answers are in it."""
+    """The text that a template makes of messages, and the places of the answers in it."""
 
     text: str
     spans: list[Any]
-    """Of each answer the start and end in characters, what the template writes before it, and whether the template's
-    own text stands at its end, too."""
+    """For each answer its start and end in characters, the text that the template writes before it,
+    and whether the end also contains the template's own text."""
 
     is_tagged: bool
     """Whether the spans are those of ``{% generation %}`` tags."""
 
     left_out: list[str]
-    """The parts of the conversation that the text would be the same without."""
+    """The parts of the conversation that make no difference to the text."""
 
 
 def render_answers(
@@ -55,12 +57,14 @@ def render_answers(
 ) -> Rendered:
     """Render a template, and find the messages ``answers`` (by index) in the text.
 
-    Spans are what is in ``{% generation %}`` tags. Where there are no tags, or not all of the assistant's messages are
-    asked for, they are those of the answers, empty for one that the template does not write as a part of its own.
-    Without answers, ``left_out`` is not looked for.
+    The spans are those of ``{% generation %}`` tags. If there are no tags, or if ``answers`` are
+    not all of the assistant's messages, the spans are found by changing the answers; the span of an
+    answer that is no part of its own in the text is empty. ``left_out`` is empty without answers.
 
-    Raises ``UsageError`` for a variable that JSON cannot hold, and ``JllamaError`` where the template is not Jinja,
-    refuses (``raise_exception``), fails, reaches for what it must not, or goes beyond the limits above.
+    Raises:
+        UsageError: JSON cannot hold a variable.
+        JllamaError: the template is not Jinja, refuses the messages (``raise_exception``), fails,
+            uses what the sandbox forbids, or exceeds the limits above.
     """
     try:
         request = json.dumps([template, variables, [*answers], SECONDS]).encode() + b"\n"
@@ -72,21 +76,24 @@ def render_answers(
         reply = _ask(request)
     if "text" in reply:
         return Rendered(**reply)
-    said = f"refuses these messages: {reply['refused']}" if "refused" in reply else reply["error"]
-    line = "".join(
-        char if char.isprintable() else " " for char in said[:1000]
-    )  # the template may have written it
-    remedy = "" if "refused" in reply else "; give another template"
+    problem = reply.get("error", "")
+    remedy = "; give another template"
+    if "refused" in reply:
+        problem = f"refuses these messages: {reply['refused']}"
+        remedy = ""
+    # The template may have written this text.
+    line = "".join(char if char.isprintable() else " " for char in problem[:1000])
     raise JllamaError(f"the chat template {' '.join(line.split())[:280]}{remedy}")
 
 
 def _ask(request: bytes) -> dict[str, Any]:
-    """The reply of an idle worker, or of a new one. A worker that gives no reply is ended."""
+    """Return the reply of an idle or a new worker. A worker that gives no reply is killed."""
     idle = _workers.setdefault(os.getpid(), [])
-    worker = _take(idle)
+    worker = _take_worker(idle)
     assert worker.stdin is not None and worker.stdout is not None  # noqa: PT018
-    clock, reply = threading.Timer(CLOCK_SECONDS, worker.kill), {}
+    clock = threading.Timer(CLOCK_SECONDS, worker.kill)
     clock.start()
+    reply = {}
     try:
         worker.stdin.write(request)
         worker.stdin.flush()
@@ -95,50 +102,56 @@ def _ask(request: bytes) -> dict[str, Any]:
             return {"error": f"was stopped: it makes a text of over {MAX_BYTES:,} bytes"}
         reply = json.loads(line.decode("utf-8", "surrogatepass"))
         return reply
-    except (OSError, ValueError):  # it has ended
+    except (OSError, ValueError):  # the worker has ended
         limits = f"{SECONDS:g} s or {MEMORY_BYTES // 2**20} MiB"
         return {
-            "error": f"was stopped: it takes too much time or memory (over {limits}); perhaps it loops without end"
+            "error": f"was stopped: it takes too much time or memory (over {limits}); "
+            "perhaps it loops without end"
         }
     finally:
         clock.cancel()
         if reply:
             idle.append(worker)
         else:
-            _end(worker)
+            _end_worker(worker)
 
 
-def _take(idle: list[subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
-    """The last idle worker that lives, or a new one."""
+def _take_worker(idle: list[Worker]) -> Worker:
+    """Return the last idle worker that is alive, or a new one."""
     while True:
         try:
             worker = idle.pop()
         except IndexError:
-            return _start()
+            return _start_worker()
         if worker.poll() is None:
             return worker
-        _end(worker)
+        _end_worker(worker)
 
 
-def _start() -> subprocess.Popen[bytes]:
-    """A new worker, which imports the standard library and jinja2 alone. Ctrl-C means the parent, not its session."""
+def _start_worker() -> Worker:
+    """Start a worker, which imports only the standard library and jinja2.
+
+    It has a session of its own, so that Ctrl-C does not reach it.
+    """
     specs = [importlib.util.find_spec(name) for name in ("jinja2", "markupsafe")]
-    folders = [
-        str(Path(spec.origin).parents[1]) for spec in specs if spec is not None and spec.origin
-    ]
+    folders = [str(Path(spec.origin).parents[1]) for spec in specs if spec and spec.origin]
     script = Path(__file__).with_name("template_worker.py")
-    program = [sys.executable, "-I", "-S", str(script), str(MEMORY_BYTES), *folders]
-    pipe, null = subprocess.PIPE, subprocess.DEVNULL
-    return subprocess.Popen(program, stdin=pipe, stdout=pipe, stderr=null, start_new_session=True)
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", str(script), str(MEMORY_BYTES), *folders],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
-def _end(worker: subprocess.Popen[bytes]) -> None:
+def _end_worker(worker: Worker) -> None:
     worker.kill()
-    with contextlib.suppress(OSError):  # what it was never given is still to be flushed
+    with contextlib.suppress(OSError):  # closing its stdin flushes what it has not read
         worker.__exit__(None, None, None)
 
 
 @atexit.register
 def _stop() -> None:
     for worker in _workers.pop(os.getpid(), []):
-        _end(worker)
+        _end_worker(worker)

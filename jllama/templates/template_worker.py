@@ -1,12 +1,14 @@
-"""The program that ``jllama.templates.template`` renders with, in a process of its own.
+"""The program with which ``jllama.templates.template`` renders, in a process of its own.
 
-It is run by its path, with the bytes of memory it may take and the folders that jinja2 is in, and ends with its stdin.
-Requests and replies are lines of JSON. What a template may use: transformers, ``utils/chat_template_utils.py``.
+It is started by its path. Its arguments are the bytes of memory that it may use and the folders
+that jinja2 is in. It ends when its stdin ends. Requests and replies are lines of JSON. A template
+may use the functions that transformers gives it, ``utils/chat_template_utils.py``.
 """
 
 import contextlib
 import datetime
 import functools
+import itertools
 import json
 import os
 import signal
@@ -31,7 +33,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Arguments(dict[str, Any]):
-    """The arguments of a call: an object, and its JSON for templates that add it to a text."""
+    """The arguments of a call: an object, which becomes JSON when a template adds it to a text."""
 
     def __radd__(self, text: str) -> str:
         return text + json.dumps(self, ensure_ascii=False)
@@ -44,11 +46,11 @@ def _with_arguments(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %}``, which marks an answer for training: its place in the text, as transformers has it."""
+    """The tag ``{% generation %}``, which marks an answer, as in transformers."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
-    position = 0
-    spans: list[tuple[int, int]] = []  # noqa: RUF012 - of the rendering under way
+    position = 0  # in the text so far
+    spans: list[tuple[int, int]] = []  # noqa: RUF012 - of the text so far
 
     def parse(self, parser: Parser) -> nodes.Node:
         lineno = next(parser.stream).lineno
@@ -75,7 +77,10 @@ _compiled = functools.lru_cache(maxsize=8)(_environment.from_string)
 
 
 def _render(template: str, variables: dict[str, Any]) -> str:
-    _Generation.position, _Generation.spans, parts = 0, [], []
+    """Return the text, and set ``_Generation.spans`` to the places of the tags in it."""
+    _Generation.position = 0
+    _Generation.spans = []
+    parts = []
     for part in _compiled(template).generate(variables):
         parts.append(part)
         _Generation.position += len(part)
@@ -83,7 +88,7 @@ def _render(template: str, variables: dict[str, Any]) -> str:
 
 
 def _attempt(template: str, variables: dict[str, Any], **others: Any) -> str:
-    """The text with other variables, or none where the template refuses them."""
+    """Return the text with other variables, or an empty text if the template refuses them."""
     with contextlib.suppress(
         jinja2.TemplateError, AttributeError, LookupError, TypeError, ValueError
     ):
@@ -94,46 +99,56 @@ def _attempt(template: str, variables: dict[str, Any], **others: Any) -> str:
 def _answer_spans(
     text: str, mark: str, messages: list[Any], answers: list[int], attempt: Callable[..., str]
 ) -> Iterator[Any]:
-    """Find where each of the messages ``answers`` stands in the text, and what the template writes before it.
+    """Yield the span of each of the messages ``answers`` in the text, see ``Rendered.spans``.
 
-    That is what changes with the answer, and white space before that; nowhere if it is no part of its own. ``mark`` is
-    a character that is not in the text.
+    A span is what changes when the answer is replaced by ``mark``, a character that is not in the
+    text, and white space before that. It is empty if the answer is no part of its own.
     """
     for index in answers:
-        earlier, (answer, *later) = messages[:index], messages[index:]
+        earlier = messages[:index]
+        answer, *later = messages[index:]
         other = {"role": answer["role"], "content": mark}
-        before, found, after = attempt(messages=[*earlier, other, *later]).partition(mark)
-        is_apart = found and text.startswith(before) and text[len(before) :].endswith(after)
+        before, match, after = attempt(messages=[*earlier, other, *later]).partition(mark)
+        is_apart = match and text.startswith(before) and text[len(before) :].endswith(after)
         is_open = not is_apart and "tool_calls" in answer
         if is_open:
-            # A result may be refused where its call is gone: find the beginning without the results, and the end by
-            # what stays the same when all calls are others. More of the template's own text may stand before the end.
-            rest = later
-            while rest and rest[0]["role"] != "user":
-                rest = rest[1:]
-            before, begins, _ = attempt(messages=[*earlier, other, *rest]).partition(mark)
-            common = os.path.commonprefix([before, text])  # noqa: RUF071 - of texts
-            before = before if before[len(common) :].strip() else common
-            calls = [
-                call | {"function": {"name": mark, "arguments": {mark: 0}}}
-                for call in answer["tool_calls"]
-            ]
+            # The template may refuse results without their call. So find the beginning without the
+            # results, and the end by what stays the same when all calls are others. The end may
+            # contain more of the template's own text.
+            rest = itertools.dropwhile(lambda message: message["role"] != "user", later)
+            before, match, _ = attempt(messages=[*earlier, other, *rest]).partition(mark)
+            common = _common_start(before, text)
+            if not before[len(common) :].strip():
+                before = common
+            function = {"name": mark, "arguments": {mark: 0}}
+            calls = [call | {"function": function} for call in answer["tool_calls"]]
             changed = attempt(messages=[*earlier, answer | {"tool_calls": calls}, *later])
-            after = os.path.commonprefix([changed[::-1], text[::-1]])[::-1]  # noqa: RUF071
-            is_apart = begins and mark in changed and text.startswith(before)
-        asked = attempt(messages=earlier, add_generation_prompt=True)
-        written = before[len(asked) :].strip() if before.startswith(asked) else ""
-        start = asked if before.startswith(asked) and not written else before
+            after = _common_start(changed[::-1], text[::-1])[::-1]
+            is_apart = match and mark in changed and text.startswith(before)
+        start = before
+        written = ""
+        prompt = attempt(messages=earlier, add_generation_prompt=True)
+        if before.startswith(prompt):
+            written = before[len(prompt) :].strip()
+            if not written:
+                start = prompt
         if is_apart:
             yield len(start), len(text) - len(after), written, is_open
         else:
             yield len(text), len(text), "", False
 
 
+def _common_start(first: str, second: str) -> str:
+    return os.path.commonprefix([first, second])  # noqa: RUF071 - of texts
+
+
 def _left_out(
     text: str, mark: str, variables: dict[str, Any], answers: list[int], attempt: Callable[..., str]
 ) -> Iterator[str]:
-    """Name the parts of a conversation that make no difference to the text; ``answers`` are looked at elsewhere."""
+    """Name the parts of a conversation that make no difference to the text.
+
+    The contents of ``answers`` are not examined here.
+    """
     messages = variables["messages"]
     if variables["tools"] and attempt(tools=None) == text:
         yield "the tools"
@@ -149,27 +164,28 @@ def _left_out(
             yield part
 
 
-def _reply(template: str, variables: dict[str, Any], answers: list[int]) -> dict[str, Any]:
-    """The ``text`` and its ``spans``, of tags or of ``answers``; or ``refused`` or ``error``, why there is none.
+def _answer(template: str, variables: dict[str, Any], answers: list[int]) -> dict[str, Any]:
+    """Return the fields of ``Rendered``; without ``answers``, nothing is left out."""
+    text = _render(template, variables)
+    spans = [(*span, "", False) for span in _Generation.spans]
+    is_tagged = bool(spans)
+    left_out = []
+    if answers:
+        messages = variables["messages"]
+        mark = next(char for char in map(chr, range(0x2600, sys.maxunicode)) if char not in text)
+        attempt = functools.partial(_attempt, template, variables)
+        if len(answers) < sum(message["role"] == "assistant" for message in messages):
+            is_tagged = False  # tags do not tell which answer they belong to
+        if not is_tagged:
+            spans = [*_answer_spans(text, mark, messages, answers, attempt)]
+        left_out = [*_left_out(text, mark, variables, answers, attempt)]
+    return {"text": text, "spans": spans, "is_tagged": is_tagged, "left_out": left_out}
 
-    With ``answers``, ``left_out`` names the parts of the conversation that are not in the text.
-    """
+
+def _reply(template: str, variables: dict[str, Any], answers: list[int]) -> dict[str, Any]:
+    """Return the fields of ``Rendered``, or why there is no text: ``refused`` or ``error``."""
     try:
-        text, tagged = _render(template, variables), _Generation.spans
-        left_out = []
-        if answers and len(answers) < sum(
-            message["role"] == "assistant" for message in variables["messages"]
-        ):
-            tagged = []  # nothing tells whose they are
-        spans = [(*span, "", False) for span in tagged]
-        if answers:
-            attempt = functools.partial(_attempt, template, variables)
-            mark = next(
-                char for char in map(chr, range(0x2600, sys.maxunicode)) if char not in text
-            )
-            spans = spans or [*_answer_spans(text, mark, variables["messages"], answers, attempt)]
-            left_out = [*_left_out(text, mark, variables, answers, attempt)]
-        return {"text": text, "spans": spans, "is_tagged": bool(tagged), "left_out": left_out}
+        return _answer(template, variables, answers)
     except jinja2.TemplateSyntaxError as error:
         return {"error": f"is not Jinja: {error.message} in line {error.lineno}"}
     except SecurityError as error:
@@ -178,24 +194,21 @@ def _reply(template: str, variables: dict[str, Any], answers: list[int]) -> dict
         return {"error": "was stopped: it is nested too deep, or calls itself without end"}
     except MemoryError:
         raise
-    except Exception as error:  # whatever someone's program may raise
-        refused = type(error) is jinja2.TemplateError  # others are of its subclasses
-        return (
-            {"refused": str(error)}
-            if refused
-            else {"error": f"failed: {error or type(error).__name__}"}
-        )
+    except Exception as error:  # any that the template's program may raise
+        # raise_exception raises this class, jinja2 itself raises its subclasses.
+        if type(error) is jinja2.TemplateError:
+            return {"refused": str(error)}
+        return {"error": f"failed: {error or type(error).__name__}"}
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it means the parent
-    set_timer = getattr(signal, "setitimer", lambda which, seconds: None)  # Windows has none
-    with contextlib.suppress(ImportError, ValueError, OSError):  # nor has every system these
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for the parent
+    # Windows has no timers, and some systems lack resource limits.
+    set_timer = getattr(signal, "setitimer", lambda which, seconds: None)
+    with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 
-        signal.signal(
-            signal.SIGPROF, signal.SIG_DFL
-        )  # what the timer sends: the end of the process
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the timer's signal ends the process
         resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]), int(sys.argv[1])))
     for line in sys.stdin.buffer:
         template, variables, answers, seconds = json.loads(line, object_hook=_with_arguments)

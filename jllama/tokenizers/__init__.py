@@ -1,7 +1,8 @@
-"""Text to token ids and back: one base class, the tokenizers of it, and their files."""
+"""Tokenizers: one base class, the kinds of Llama's tokenizers, and their files."""
 
 import contextlib
 import json
+import operator
 import re
 from pathlib import Path
 
@@ -17,18 +18,27 @@ from jllama.tokenizers.tiktoken import TiktokenTokenizer
 
 FILE_NAMES = ("tokenizer.json", "tokenizer.model", "tokenizer.bytes.json", "tokenizer.bin")
 
+_tokens_of = operator.attrgetter("texts", "bos_id", "eos_id", "add_bos")
+
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether ``load_tokenizer`` finds a file to read in a folder."""
+    """Return whether a folder holds a file that ``load_tokenizer`` reads."""
     return any(has_file(folder / name) for name in FILE_NAMES)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Read a tokenizer of any kind; if there is none, or it cannot be used, a JllamaError says why.
+    """Read a tokenizer of any kind.
 
-    ``path`` is a ``tokenizer.json`` (Hugging Face), a ``.model`` (SentencePiece or Llama 3's tiktoken), a
-    ``tokenizer.bytes.json`` or a llama2.c ``tokenizer.bin``; or a folder that holds one. Of a ``tokenizer.json`` and a
-    SentencePiece model with just the same tokens, BOS and EOS the model is read: the json was made from it.
+    If a folder holds a ``tokenizer.json`` and a SentencePiece model with exactly the same tokens,
+    BOS and EOS, the model is read, because the json was made from it.
+
+    Args:
+        path: a ``tokenizer.json`` (Hugging Face), a ``.model`` (SentencePiece, or Llama 3's
+            tiktoken), a ``tokenizer.bytes.json`` or a llama2.c ``tokenizer.bin``; or a folder that
+            holds one of them.
+
+    Raises:
+        JllamaError: there is no tokenizer, or it cannot be used.
     """
     path = Path(path)
     paths = [path / name for name in FILE_NAMES] if path.is_dir() else [path]
@@ -41,18 +51,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise JllamaError(
             f"there is no tokenizer at {path}: give its file or the folder that holds it"
         )
-    tokenizer, *models = [
-        _read(file) for file in files if file in (files[0], path / "tokenizer.model")
-    ]
-    if (
-        models
-        and isinstance(tokenizer, HuggingFaceTokenizer)
-        and isinstance(models[0], SentencePieceTokenizer)
-    ):
-        json, model = (
-            (each.texts, each.bos_id, each.eos_id, each.add_bos) for each in (tokenizer, models[0])
-        )
-        return models[0] if json == model else tokenizer
+    tokenizer = _read(files[0])
+    if path / "tokenizer.model" in files[1:]:  # then the first one is a tokenizer.json
+        model = _read(path / "tokenizer.model")
+        is_its_source = isinstance(model, SentencePieceTokenizer)
+        if is_its_source and _tokens_of(model) == _tokens_of(tokenizer):
+            return model
     return tokenizer
 
 
@@ -63,32 +67,39 @@ def _read(file: Path) -> Tokenizer:
                 f"{file} is not a bytes tokenizer: it should hold {BytesTokenizer.content.decode()}"
             )
         return BytesTokenizer()
-    if read := {".json": load_huggingface_tokenizer, ".bin": load_llama2c_tokenizer}.get(
-        file.suffix
-    ):
-        return read(file)
+    if file.suffix == ".json":
+        return load_huggingface_tokenizer(file)
+    if file.suffix == ".bin":
+        return load_llama2c_tokenizer(file)
     model = file.read_bytes()
     is_list_of_ranks = re.match(rb"[A-Za-z0-9+/]+=* \d+\s", model)
-    return (TiktokenTokenizer if is_list_of_ranks else SentencePieceTokenizer)(model, str(file))
+    kind = TiktokenTokenizer if is_list_of_ranks else SentencePieceTokenizer
+    return kind(model, str(file))
 
 
 def as_huggingface(tokenizer: Tokenizer) -> HuggingFaceTokenizer:
-    """A tokenizer of any kind as a ``tokenizer.json`` that gives the same ids; JllamaError if there is none."""
-    is_one = isinstance(tokenizer, HuggingFaceTokenizer)
-    return tokenizer if is_one else HuggingFaceTokenizer.from_vocabulary(tokenizer.vocabulary())
+    """Return a ``tokenizer.json`` that gives the same ids; raise ``JllamaError`` if none can."""
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return tokenizer
+    return HuggingFaceTokenizer.from_vocabulary(tokenizer.vocabulary())
 
 
 def save_huggingface(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write ``tokenizer.json``, ``tokenizer_config.json`` and a SentencePiece model's own file; errors as above."""
+    """Write ``tokenizer.json`` and ``tokenizer_config.json``, and a SentencePiece model's own file.
+
+    Raises:
+        JllamaError: no ``tokenizer.json`` gives the same ids.
+    """
     as_huggingface(tokenizer).save(folder)
     if isinstance(tokenizer, SentencePieceTokenizer):
         tokenizer.save(folder)
 
 
 def save_meta(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write ``tokenizer.model`` as Meta has it, if the tokenizer is of Llama 2's or 3's kind, or else its own file.
+    """Write Meta's ``tokenizer.model`` if the tokenizer is of Llama 2's or 3's kind.
 
-    The latter is no use to Meta's own code, but jllama reads it. So is a tokenizer kept that adds no BOS: Meta's do.
+    Any other tokenizer is saved in its own file, which jllama reads but Meta's code does not. So is
+    one that adds no BOS, because Meta's do.
     """
     if isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.add_bos:
         if not tokenizer.is_byte_level:

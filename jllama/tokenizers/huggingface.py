@@ -25,6 +25,7 @@ from jllama.tokenizers.base import (
 from jllama.tokenizers.tiktoken import PATTERN
 
 CONFIG_NAME = "tokenizer_config.json"
+_CONFIG_NAMES = (CONFIG_NAME, "generation_config.json", "config.json")
 _NOT_LLAMAS = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
 
 _SPLIT = {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False}
@@ -44,41 +45,50 @@ PRE_TOKENIZERS: dict[str, Json] = {
         "pretokenizers": [{"type": "Digits", "individual_digits": True}, _BYTE_LEVEL],
     },
     "gpt-2": _BYTE_LEVEL,
-}  # llama.cpp's name of each known way to split text, and how it is configured in Hugging Face's library
+}
+"""The known ways to split text: llama.cpp's names, and how Hugging Face's library is configured."""
 
+_PREPEND = {"type": "Prepend", "prepend": SPACE}
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
 _METASPACE = {"type": "Metaspace", "replacement": SPACE, "split": False}  # of transformers 5
 
-# A part of the text that is a token is taken as it is, unmerged, where ``ignore_merges``: by Llama 3's alone.
-_FORMS: dict[str | bool, tuple[Any, Any, bool, bool]]
-_FORMS = {name: (None, split, name == "llama-bpe", False) for name, split in PRE_TOKENIZERS.items()}
-_FORMS[False] = {"type": "Sequence", "normalizers": [_REPLACE]}, None, False, True
-_FORMS[True] = (
-    {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE}, _REPLACE]},
-    None,
-    False,
-    True,
-)
-"""Normalizer, pre-tokenizer, ``ignore_merges`` and ``byte_fallback`` of each ``pre`` or else ``add_space_prefix``."""
+_FORMS: dict[str | bool, tuple[Json | None, Json | None, bool, bool]]
+_FORMS = {
+    # With ignore_merges, a part of the text that is a token is not merged: only in Llama 3.
+    **{name: (None, split, name == "llama-bpe", False) for name, split in PRE_TOKENIZERS.items()},
+    False: ({"type": "Sequence", "normalizers": [_REPLACE]}, None, False, True),
+    True: ({"type": "Sequence", "normalizers": [_PREPEND, _REPLACE]}, None, False, True),
+}
+"""Normalizer, pre-tokenizer, ``ignore_merges`` and ``byte_fallback`` by ``pre`` (byte-level BPE) or
+``add_space_prefix`` (SentencePiece)."""
 
-_SCHEMES = {"never": False, "first": True, "always": True}
-_OTHER_FORMS = [
-    (name, (None, _METASPACE | {"prepend_scheme": key}, False, True))
-    for key, name in _SCHEMES.items()
-]
-_OTHER_FORMS += [(False, (_REPLACE, None, False, True))]
+
+def _form_key(form: Any) -> str:
+    """Return settings as one text, except ``trim_offsets``, on which no ids depend."""
+    return json.dumps(form, sort_keys=True).replace('"trim_offsets": false', '"trim_offsets": true')
+
+
+_NAMES = {_form_key(form): name for name, form in _FORMS.items()}
+_NAMES[_form_key((_REPLACE, None, False, True))] = False
+_NAMES |= {
+    _form_key((None, _METASPACE | {"prepend_scheme": scheme}, False, True)): has_prefix
+    for scheme, has_prefix in {"never": False, "first": True, "always": True}.items()
+}
+"""The key in ``_FORMS`` of each form, and of other forms that give the same ids."""
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A ``tokenizer.json``: a byte-level BPE (Llama 3, SmolLM2), or one with byte fallback (Llama 2's kind).
+    """A ``tokenizer.json``: byte-level BPE (Llama 3, SmolLM2), or BPE with byte fallback (Llama 2).
 
-    Whatever the file says of truncation and padding, a text is encoded whole and alone.
+    A text is encoded whole and alone, whatever the file says of truncation and padding.
 
     Args:
         text: the file's content.
-        bos_id, eos_id: as ``tokenizer_config.json`` or the model's configuration say.
-        add_bos: whether a prompt begins with BOS; None asks the file's post-processor, else that is made to agree.
-        source: what errors call it.
+        bos_id: the id of BOS, by ``tokenizer_config.json`` or the model's configuration.
+        eos_id: the id of EOS.
+        add_bos: whether a prompt begins with BOS. If it is None, the file's post-processor decides,
+            else the post-processor is changed accordingly.
+        source: what errors call the file.
     """
 
     file_name = "tokenizer.json"
@@ -91,47 +101,51 @@ class HuggingFaceTokenizer(Tokenizer):
         add_bos: bool | None = None,
         source: str = "the tokenizer",
     ) -> None:
-        # The library raises nothing more special. Encoding a text, as is done once here, can make it panic.
+        # 1. Read the file. The library raises plain Exceptions; its first encoding may panic.
         with fault_of(f"{source} is not a tokenizer.json", Exception), silent_stderr():
-            self._library = tokenizers.Tokenizer.from_str(text)
-            self._library.no_truncation()
-            self._library.no_padding()
-            begins_with_bos = self._library.encode("").ids[:1] == [bos_id]
-        model = self._library.model
+            library = tokenizers.Tokenizer.from_str(text)
+            library.no_truncation()
+            library.no_padding()
+            begins_with_bos = library.encode("").ids[:1] == [bos_id]
+        self._library = library
+        self.vocab_size = max(library.get_vocab(with_added_tokens=True).values(), default=0) + 1
+        self.bos_id = bos_id
+        self.eos_id = eos_id
+
+        # 2. Check that a Llama may have such a tokenizer.
+        model = library.model
         if not isinstance(model, tokenizers.models.BPE):
             raise JllamaError(f"{source} is a {type(model).__name__} tokenizer; a Llama's is a BPE")
-        if odd := [name for name in _NOT_LLAMAS if getattr(model, name)]:
-            raise JllamaError(
-                f"{source} is a BPE with {odd[0]} {getattr(model, odd[0])!r}, which no Llama has"
-            )
-        self.vocab_size = (
-            max(self._library.get_vocab(with_added_tokens=True).values(), default=0) + 1
-        )
+        for name in _NOT_LLAMAS:
+            if getattr(model, name):
+                raise JllamaError(
+                    f"{source} is a BPE with {name} {getattr(model, name)!r}, which no Llama has"
+                )
         if self.vocab_size > MAX_SIZES["vocab_size"]:
             raise JllamaError(
-                f"{source} has the token id {self.vocab_size - 1}, which no Llama has: it is damaged"
+                f"{source} has the token id {self.vocab_size - 1}, which no Llama has: "
+                "it is damaged"
             )
         if not 0 <= min(bos_id, eos_id) <= max(bos_id, eos_id) < self.vocab_size:
             raise JllamaError(
                 f"{source} has {self.vocab_size} tokens, but BOS and EOS are {bos_id} and {eos_id}"
             )
-        self.bos_id, self.eos_id = bos_id, eos_id
-        self.texts = [self._library.id_to_token(id) or "" for id in range(self.vocab_size)]
+        self.texts = [library.id_to_token(id) or "" for id in range(self.vocab_size)]
+
+        # 3. Make the post-processor agree with add_bos, since other readers of the file use it.
         self.add_bos = begins_with_bos if add_bos is None else add_bos
-        if (
-            self.add_bos != begins_with_bos
-        ):  # other readers of the saved file ask the post-processor
-            processor = {
-                "post_processor": _begin_with(bos_id, self.texts[bos_id]) if self.add_bos else None
-            }
-            text = json.dumps(json.loads(text) | processor, ensure_ascii=False)
+        if self.add_bos != begins_with_bos:
+            content = json.loads(text)
+            begin = _begin_with(bos_id, self.texts[bos_id]) if self.add_bos else None
+            content["post_processor"] = begin
+            text = json.dumps(content, ensure_ascii=False)
         self.content = text.encode()
-        self._library.encode_special_tokens = (
-            True  # the text of a special token is text like any other
-        )
-        self._library.add_special_tokens([self.texts[bos_id], self.texts[eos_id]])
-        self.added = self._library.get_added_tokens_decoder()
-        split = self._library.pre_tokenizer
+
+        # 4. Find the special tokens. In the library's encode they are text like any other.
+        library.encode_special_tokens = True
+        library.add_special_tokens([self.texts[bos_id], self.texts[eos_id]])
+        self.added = library.get_added_tokens_decoder()
+        split = library.pre_tokenizer
         self.is_byte_level = split is not None and b"ByteLevel" in split.__getstate__()
         self.pieces = [piece_bytes(text, self.is_byte_level) for text in self.texts]
         for id, token in self.added.items():
@@ -140,57 +154,59 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @functools.cached_property
     def json(self) -> Json:
-        """The file's content with every default filled in."""
+        """Return the file's content with every default filled in."""
         return json.loads(self._library.to_str())
 
     def _encode(self, text: str, *, with_special_tokens: bool = False) -> list[int]:
         with fault_of(f"the tokenizer.json cannot split a text of {len(text)} characters"):
             library = self._with_special_tokens if with_special_tokens else self._library
-            (encoding,) = library.encode_batch_fast(
-                [text], add_special_tokens=False
-            )  # other threads may run meanwhile
+            # Other threads can run during a call for a batch.
+            (encoding,) = library.encode_batch_fast([text], add_special_tokens=False)
             return encoding.ids
 
     def encode_with_special_tokens(self, text: str) -> list[int]:
-        """The ids of a text, in which special tokens spelled out become their ids."""
+        """Return the ids of a text; special tokens in it become their ids."""
         check_text(text)
         return self._encode(text, with_special_tokens=True)
 
     @functools.cached_property
     def _with_special_tokens(self) -> tokenizers.Tokenizer:
-        """A second one, as the setting that differs is not an argument of the library's ``encode``."""
-        return copy.deepcopy(self._library)  # files do not hold that setting, nor copies
+        """Return a copy that recognizes special tokens; ``encode`` has no argument for that."""
+        return copy.deepcopy(self._library)  # a copy does not have encode_special_tokens set
 
     def _decode(self, ids: Ids) -> str:
         with fault_of(f"the tokenizer.json cannot turn {len(ids)} tokens into text"):
             return self._library.decode(ids.tolist())
 
     def vocabulary(self) -> Vocabulary:
-        """The tokenizer as data; of Llama 2's kind as SentencePiece has it, with scores from the order of the merges.
+        """Return the tokenizer as data.
 
-        A json with Metaspace (transformers 5 writes it) drops the space before a text that begins with one;
-        SentencePiece, which such a model was trained with, does not.
+        One of Llama 2's kind becomes SentencePiece, with scores from the order of the merges. A
+        json with Metaspace (transformers 5 writes it) drops the space before a text that begins
+        with one; SentencePiece, which such a model was trained with, does not.
+
+        Raises:
+            JllamaError: no other format gives the same ids.
         """
-        model, ids = self.json["model"], {text: id for id, text in enumerate(self.texts)}
+        # 1. Name the way that it splits and changes text.
+        model = self.json["model"]
         form = (
             self.json["normalizer"],
             self.json["pre_tokenizer"],
             model["ignore_merges"],
             model["byte_fallback"],
         )
-        names = [
-            name
-            for name, other in [*_FORMS.items(), *_OTHER_FORMS]
-            if _comparable(other) == _comparable(form)
-        ]
-        if not names:
-            said = "other formats have no name for how this tokenizer splits text or changes it (its normalizer, "
+        name = _NAMES.get(_form_key(form))
+        if name is None:
             raise JllamaError(
-                f"{said}pre_tokenizer, ignore_merges and byte_fallback: {json.dumps(form)})"
+                "other formats have no name for how this tokenizer splits text or changes it (its "
+                "normalizer, pre_tokenizer, ignore_merges and byte_fallback: "
+                f"{json.dumps(form)})"
             )
-        kind_of = {"": TokenType.UNUSED} | dict.fromkeys(
-            () if self.is_byte_level else BYTE_PIECES, TokenType.BYTE
-        )
+        # 2. Collect the tokens and their types.
+        kind_of = {"": TokenType.UNUSED}
+        if not self.is_byte_level:
+            kind_of |= dict.fromkeys(BYTE_PIECES, TokenType.BYTE)
         kinds: list[int] = [kind_of.get(text, TokenType.NORMAL) for text in self.texts]
         for id, token in self.added.items():
             kinds[id] = TokenType.CONTROL if token.special else TokenType.USER_DEFINED
@@ -198,91 +214,113 @@ class HuggingFaceTokenizer(Tokenizer):
         merges = [(left, right) for left, right in model["merges"]]
         vocabulary = Vocabulary(tokens, kinds, self.bos_id, self.eos_id, self.add_bos)
         if self.is_byte_level:
-            return vocabulary._replace(merges=merges, pre=names[0])
+            return vocabulary._replace(merges=merges, pre=name)
 
-        unk_id = ids.get(model["unk_token"])
-        if unk_id is not None:
-            kinds[unk_id] = TokenType.UNKNOWN
+        # 3. Turn merges into scores, and check that these give the same merges.
+        ids = {text: id for id, text in enumerate(self.texts)}
+        unknown_id = ids.get(model["unk_token"])
+        if unknown_id is not None:
+            kinds[unknown_id] = TokenType.UNKNOWN
         scores = [-1e9 if kind == TokenType.NORMAL else 0.0 for kind in kinds]
         for rank, (left, right) in enumerate(merges):
             scores[ids[left + right]] = -float(rank)
         vocabulary = vocabulary._replace(
-            scores=scores, unknown_token_id=unk_id, add_space_prefix=names[0]
+            scores=scores, unknown_token_id=unknown_id, add_space_prefix=name
         )
         vocabulary.check_pieces("the tokenizer")
-        if absent := set(vocabulary.piece_merges()) - set(merges):
-            left, right = min(absent)
-            said = f"the tokenizer does not join {left!r} and {right!r} to a token that it has, as SentencePiece would"
-            raise JllamaError(f"{said}: in a SentencePiece file it would give other ids")
+        missing = set(vocabulary.piece_merges()) - set(merges)
+        if missing:
+            left, right = min(missing)
+            raise JllamaError(
+                f"the tokenizer does not join {left!r} and {right!r} to a token that it has, as "
+                "SentencePiece would: in a SentencePiece file it would give other ids"
+            )
         return vocabulary
 
     @classmethod
     def from_vocabulary(
         cls, vocabulary: Vocabulary, source: str = "the tokenizer"
     ) -> "HuggingFaceTokenizer":
-        """The ``tokenizer.json`` of the same ids, but for a space after user-defined pieces, as llama.cpp has it."""
-        tokens, kinds, bos_id, eos_id, add_bos, scores, unk_id, prefix, merges, pre = vocabulary
-        normalizer, split, ignore_merges, byte_fallback = _FORMS[pre if scores is None else prefix]
+        """Return the ``tokenizer.json`` of the same ids.
+
+        A space after a user-defined piece is the exception; there it does as llama.cpp.
+        """
+        tokens, kinds, bos_id, eos_id, add_bos, scores, unknown_id, prefix, merges, pre = vocabulary
         decoder: Json = _BYTE_LEVEL
         if scores is not None:
+            merges = vocabulary.piece_merges()
             spaces = _REPLACE | {"pattern": {"String": SPACE}, "content": " "}
-            strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-            decoders = [spaces, {"type": "ByteFallback"}, {"type": "Fuse"}, *[strip] * prefix]
-            decoder, merges = {"type": "Sequence", "decoders": decoders}, vocabulary.piece_merges()
+            decoders: list[Json] = [spaces, {"type": "ByteFallback"}, {"type": "Fuse"}]
+            if prefix:
+                decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+            decoder = {"type": "Sequence", "decoders": decoders}
+        normalizer, split, ignore_merges, byte_fallback = _FORMS[pre if scores is None else prefix]
 
-        special = {TokenType.UNKNOWN: True, TokenType.CONTROL: True, TokenType.USER_DEFINED: False}
-        added = [
-            (id, special[kind]) for id, kind in enumerate(map(TokenType, kinds)) if kind in special
-        ]
-        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-        last = max(
-            id
-            for id, kind in enumerate(kinds)
-            if kind not in (TokenType.CONTROL, TokenType.USER_DEFINED)
-        )
-        model = {
-            "type": "BPE",
-            "unk_token": None if unk_id is None else tokens[unk_id],
-            **dict.fromkeys(_NOT_LLAMAS),
-            "fuse_unk": byte_fallback,
-            "byte_fallback": byte_fallback,
-            "ignore_merges": ignore_merges,
-            "vocab": {text: id for id, text in enumerate(tokens[: last + 1])},
-            "merges": merges,
+        # Unknown, control and user-defined tokens are added ones. The model's vocabulary needs the
+        # other ones and the unknown token, and all ids before these.
+        is_special = {
+            TokenType.UNKNOWN: True,
+            TokenType.CONTROL: True,
+            TokenType.USER_DEFINED: False,
         }
+        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        added = []
+        vocab_size = 0
+        for id, kind in enumerate(map(TokenType, kinds)):
+            if kind in is_special:
+                added.append(
+                    {"id": id, "content": tokens[id], "special": is_special[kind], **flags}
+                )
+            if kind not in (TokenType.CONTROL, TokenType.USER_DEFINED):
+                vocab_size = id + 1
         content = {
             "version": "1.0",
             "truncation": None,
             "padding": None,
-            "added_tokens": [
-                {"id": id, "content": tokens[id], "special": flag} | flags for id, flag in added
-            ],
+            "added_tokens": added,
             "normalizer": normalizer,
             "pre_tokenizer": split,
             "decoder": decoder,
-            "model": model,
+            "model": {
+                "type": "BPE",
+                "unk_token": None if unknown_id is None else tokens[unknown_id],
+                **dict.fromkeys(_NOT_LLAMAS),
+                "fuse_unk": byte_fallback,
+                "byte_fallback": byte_fallback,
+                "ignore_merges": ignore_merges,
+                "vocab": {text: id for id, text in enumerate(tokens[:vocab_size])},
+                "merges": merges,
+            },
             "post_processor": _begin_with(bos_id, tokens[bos_id]) if add_bos else None,
         }
         return cls(json.dumps(content, ensure_ascii=False), bos_id, eos_id, add_bos, source)
 
     def save(self, folder: Path) -> None:
-        """Write ``tokenizer.json`` and ``tokenizer_config.json`` into ``folder``, which is created if missing."""
+        """Write ``tokenizer.json`` and ``tokenizer_config.json``; create a missing ``folder``."""
         super().save(folder)
-        ends = {"bos_token": self.texts[self.bos_id], "eos_token": self.texts[self.eos_id]}
-        flags = {"add_bos_token": self.add_bos, "clean_up_tokenization_spaces": False}
-        write_json(
-            folder / CONFIG_NAME, {"tokenizer_class": "PreTrainedTokenizerFast"} | ends | flags
-        )
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": self.texts[self.bos_id],
+            "eos_token": self.texts[self.eos_id],
+            "add_bos_token": self.add_bos,
+            "clean_up_tokenization_spaces": False,
+        }
+        write_json(folder / CONFIG_NAME, config)
 
     def fingerprint(self) -> str:
-        """SHA-256 of the file's content and of what else decides the ids, in hexadecimal."""
-        return hashlib.sha256(
-            f"{self.bos_id} {self.eos_id} {self.add_bos} ".encode() + self.content
-        ).hexdigest()
+        """Return the SHA-256 of the content, BOS, EOS and ``add_bos``, in hexadecimal."""
+        ends = f"{self.bos_id} {self.eos_id} {self.add_bos} "
+        return hashlib.sha256(ends.encode() + self.content).hexdigest()
 
 
 def load_huggingface_tokenizer(path: Path) -> HuggingFaceTokenizer:
-    """Read a ``tokenizer.json``, and from the files beside it which tokens are BOS and EOS and whether BOS is added."""
+    """Read a ``tokenizer.json``.
+
+    The files beside it say which tokens are BOS and EOS, and whether BOS is added.
+
+    Raises:
+        JllamaError: a file is damaged, or none says which token is EOS.
+    """
     with fault_of(
         f"{path} is not a tokenizer.json",
         ValueError,
@@ -295,56 +333,59 @@ def load_huggingface_tokenizer(path: Path) -> HuggingFaceTokenizer:
         content = json.loads(text)
         ids_by_text = dict(content["model"]["vocab"])
         ids_by_text |= {token["content"]: token["id"] for token in content.get("added_tokens", ())}
-    files = [
-        path.with_name(name) for name in (CONFIG_NAME, "generation_config.json", "config.json")
-    ]
-    config, *others = [read_json_object(file) if has_file(file) else {} for file in files]
-
-    def special_id(name: str) -> int | None:
-        token = config.get(f"{name}_token")
-        token = token.get("content") if isinstance(token, dict) else token
-        if not isinstance(token, str | None):
-            raise JllamaError(f"{files[0]} has {name}_token {str(token)[:100]}; it must be a text")
-        values = [other.get(f"{name}_token_id") for other in others]
-        ids = [
-            ids_by_text.get(token),
-            *(value[0] if isinstance(value, list) and value else value for value in values),
-        ]
-        id = next((id for id in ids if isinstance(id, int)), None)
-        if isinstance(id, bool):
-            raise JllamaError(
-                f"{files[1]} or {files[2]} has {name}_token_id {id}; it must be the id of a token"
-            )
-        return id
-
-    eos_id, bos_id, add_bos = special_id("eos"), special_id("bos"), config.get("add_bos_token")
+    files = [path.with_name(name) for name in _CONFIG_NAMES]
+    contents = [read_json_object(file) if has_file(file) else {} for file in files]
+    eos_id = _special_id("eos", ids_by_text, files, contents)
+    bos_id = _special_id("bos", ids_by_text, files, contents)
     if eos_id is None:
         raise JllamaError(
-            f"neither {path} nor the files beside it say which token is EOS: add it to {CONFIG_NAME}"
+            f"neither {path} nor the files beside it say which token is EOS: "
+            f"add it to {CONFIG_NAME}"
         )
+    add_bos = contents[0].get("add_bos_token")
     if not isinstance(add_bos, bool | None):
         raise JllamaError(f"{files[0]} has add_bos_token {add_bos!r}; it must be true or false")
-    bos_id = eos_id if bos_id is None else bos_id  # GPT-2's kind has one token for both
+    if bos_id is None:
+        bos_id = eos_id  # GPT-2's kind has one token for both
     return HuggingFaceTokenizer(text, bos_id, eos_id, add_bos, str(path))
 
 
-def _comparable(form: Any) -> str:
-    """Settings as one text, but for ``trim_offsets``, which decides no ids."""
-    return json.dumps(form, sort_keys=True).replace('"trim_offsets": false', '"trim_offsets": true')
+def _special_id(
+    name: str, ids_by_text: dict[Any, int], files: list[Path], contents: list[Json]
+) -> int | None:
+    """Return the id of ``bos`` or ``eos``, or None if no file of ``_CONFIG_NAMES`` names it.
+
+    The first file has the token's text, the others have its id. The first one that names it counts.
+    """
+    config, *others = contents
+    token = config.get(f"{name}_token")
+    if isinstance(token, dict):
+        token = token.get("content")
+    if not isinstance(token, str | None):
+        raise JllamaError(f"{files[0]} has {name}_token {str(token)[:100]}; it must be a text")
+    ids: list[Any] = [ids_by_text.get(token)]
+    for other in others:
+        id = other.get(f"{name}_token_id")
+        ids.append(id[0] if isinstance(id, list) and id else id)
+    id = next((id for id in ids if isinstance(id, int)), None)
+    if isinstance(id, bool):
+        raise JllamaError(
+            f"{files[1]} or {files[2]} has {name}_token_id {id}; it must be the id of a token"
+        )
+    return id
 
 
 def _begin_with(id: int, text: str) -> Json:
-    """The post-processor that puts a token before a text, or before each of two."""
-    names = [{"SpecialToken": text, "Sequence": name} for name in "AB"]
+    """Return the post-processor that puts a token before a text, or before each of two."""
     pair = [
-        {kind: {"id": each[kind], "type_id": number}}
-        for number, each in enumerate(names)
-        for kind in each
+        {"SpecialToken": {"id": text, "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+        {"SpecialToken": {"id": text, "type_id": 1}},
+        {"Sequence": {"id": "B", "type_id": 1}},
     ]
-    special = {text: {"id": text, "ids": [id], "tokens": [text]}}
     return {
         "type": "TemplateProcessing",
         "single": pair[:2],
         "pair": pair,
-        "special_tokens": special,
+        "special_tokens": {text: {"id": text, "ids": [id], "tokens": [text]}},
     }

@@ -12,59 +12,73 @@ from sentencepiece import sentencepiece_model_pb2
 from jllama.errors import JllamaError
 from jllama.tokenizers.base import BYTE_PIECES, SPACE, Ids, Tokenizer, Vocabulary, piece_bytes
 
-SEGMENT = (
-    1 << 16
-)  # characters; the library needs 40 bytes of memory for each, and is 2 to 3 times slower on long texts
-MAX_LINES = 400_000  # training samples this many lines at most: about 3 seconds
-MAX_CHARACTERS = 1 << 26  # and so many characters
+CHUNK = 1 << 16
+"""Characters of a text that the library encodes at once. It needs 40 bytes of memory for each, and
+is 2 to 3 times slower on longer texts."""
+MAX_LINES = 400_000  # a larger text is sampled for training, which then takes about 3 seconds
+MAX_CHARACTERS = 1 << 26  # the same limit in characters
 _ModelProto: Any = sentencepiece_model_pb2.ModelProto  # pyright: ignore[reportAttributeAccessIssue]
-LINE = re.compile(r"[^\n]{1,1000}")  # the library drops what is longer than 4192 bytes
+LINE = re.compile(r"[^\n]{1,1000}")  # the library drops lines of more than 4192 bytes
 
-_TOO_MANY = (
-    "the text supports a vocabulary of {} tokens, not {}: lower vocab_size or give more text"
-)
-_TOO_FEW = "this text needs at least {} tokens for its characters and the 256 bytes, not {}: raise vocab_size"
+_TRAINING_ERRORS = {
+    r"value <= (\d+)": (
+        "the text supports a vocabulary of {} tokens, not {}: lower vocab_size or give more text"
+    ),
+    r"required_chars. \d+ vs (\d+)": (
+        "this text needs at least {} tokens for its characters and the 256 bytes, not {}: "
+        "raise vocab_size"
+    ),
+}
+"""What the library's errors mean. The number that matches and ``vocab_size`` are filled in."""
 
 
 class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model. With byte fallback (every Llama has it) any text comes back unchanged.
 
-    ``encode`` gives what the library gives, but for U+2581: the library would turn it into a space, here it becomes its
-    three byte tokens, which decode to it. It puts a space, one token byte, in front of every text; in
-    ``encode_with_special_tokens`` in front of each part: so it is in Meta's code, in the ``tokenizer.json`` of Llama 2
-    and in transformers' ``LlamaTokenizer`` with ``legacy=True``, but not without that. A serialized ``model`` that no
-    Llama could use raises JllamaError, which names ``source``.
+    ``encode`` gives the library's ids, except for U+2581. The library would turn it into a space;
+    here it becomes its three byte tokens, which decode to it.
+
+    The library puts a space, a byte of the first token, in front of every text, and
+    ``encode_with_special_tokens`` does so in front of each part. Meta's code does the same, and so
+    do Llama 2's ``tokenizer.json`` and transformers' ``LlamaTokenizer`` with ``legacy=True``, but
+    not with ``legacy=False``.
+
+    Args:
+        model: the serialized model; ``JllamaError`` is raised if no Llama could use it.
+        source: what errors call it.
     """
 
     file_name = "tokenizer.model"
     is_byte_level = False
 
     def __init__(self, model: bytes, source: str = "the tokenizer") -> None:
-        self._processor = library = sentencepiece.SentencePieceProcessor()
+        library = sentencepiece.SentencePieceProcessor()
+        self._processor = library
         try:
             library.LoadFromSerializedProto(model)
             self.texts = [library.id_to_piece(id) for id in range(library.vocab_size())]
         except (RuntimeError, UnicodeDecodeError):
-            said = f"{source} is not a SentencePiece model, nor Llama 3's list of ranks"
-            raise JllamaError(f"{said}: give a Llama's tokenizer.model") from None
+            raise JllamaError(
+                f"{source} is not a SentencePiece model, nor Llama 3's list of ranks: "
+                "give a Llama's tokenizer.model"
+            ) from None
         self.content = model
-        self.vocab_size, self.bos_id, self.eos_id = (
-            len(self.texts),
-            library.bos_id(),
-            library.eos_id(),
-        )
+        self.vocab_size = len(self.texts)
+        self.bos_id = library.bos_id()
+        self.eos_id = library.eos_id()
         if min(self.bos_id, self.eos_id) < 0:
             raise JllamaError(
-                f"{source} has no BOS or no EOS token, and a Llama needs both: give a Llama's tokenizer"
+                f"{source} has no BOS or no EOS token, and a Llama needs both: "
+                "give a Llama's tokenizer"
             )
         self._byte_ids = library.piece_to_id(list(BYTE_PIECES))
-        special = [
-            id for id in range(self.vocab_size) if library.is_control(id) or library.is_unknown(id)
-        ]
-        self.special_tokens = {self.texts[id]: id for id in special}
-        self.pieces = [
-            b"" if text in self.special_tokens else piece_bytes(text) for text in self.texts
-        ]
+        self.special_tokens = {}
+        self.pieces = []
+        for id, text in enumerate(self.texts):
+            is_special = library.is_control(id) or library.is_unknown(id)
+            if is_special:
+                self.special_tokens[text] = id
+            self.pieces.append(b"" if is_special else piece_bytes(text))
         newline = library.encode("\n")
         self._cut_at_newlines = (
             not any("\n" in text for text in self.texts)
@@ -75,28 +89,30 @@ class SentencePieceTokenizer(Tokenizer):
     def _encode(self, text: str) -> list[int]:
         if SPACE not in text or not self._processor.is_byte(self._byte_ids[0]):
             return self._library_ids(text)
-        chars, unknown = map(chr, range(0xFDD0, 0xDFFF, -1)), self._processor.unk_id()
-        stand_in = next(
-            char
-            for char in chars
-            if self._processor.piece_to_id(char) == unknown and char not in text
-        )
-        ids = "".join(
-            map(chr, self._library_ids(text.replace(SPACE, stand_in)))
-        )  # a str only for its replace
-        old, new = (
-            "".join(chr(self._byte_ids[byte]) for byte in char.encode())
-            for char in (stand_in, SPACE)
-        )
-        return [ord(char) for char in ids.replace(old, new)]
+        # Put a character that has no piece in place of U+2581, encode, and exchange its bytes.
+        stand_in = 0xFDD0
+        unknown_id = self._processor.unk_id()
+        while chr(stand_in) in text or self._processor.piece_to_id(chr(stand_in)) != unknown_id:
+            stand_in -= 1
+        ids = self._library_ids(text.replace(SPACE, chr(stand_in)))
+        # The ids become characters of a str, which can replace sequences.
+        chars = "".join(map(chr, ids))
+        chars = chars.replace(self._byte_tokens(chr(stand_in)), self._byte_tokens(SPACE))
+        return list(map(ord, chars))
+
+    def _byte_tokens(self, char: str) -> str:
+        return "".join(chr(self._byte_ids[byte]) for byte in char.encode())
 
     def _library_ids(self, text: str) -> list[int]:
-        """The library's ids. A long text is cut before newlines, which no piece crosses: the same ids, sooner."""
-        if len(text) <= SEGMENT or not self._cut_at_newlines:
+        """Return the library's ids.
+
+        A long text is cut before newlines, which no piece crosses: the ids are the same, and come
+        sooner.
+        """
+        if len(text) <= CHUNK or not self._cut_at_newlines:
             return self._processor.encode(text)
-        first, *others = self._processor.encode(
-            re.findall(rf"(?s:.{{{SEGMENT}}})[^\n]*|(?s:.+)", text)
-        )
+        chunks = re.findall(rf"(?s:.{{{CHUNK}}})[^\n]*|(?s:.+)", text)
+        first, *others = self._processor.encode(chunks)
         for ids in others:
             first += ids[1:]  # without the space that the library puts in front of every text
         return first
@@ -105,45 +121,65 @@ class SentencePieceTokenizer(Tokenizer):
         return self._processor.decode(ids.tolist())
 
     def vocabulary(self) -> Vocabulary:
-        """The model as data; one of another kind than Llama's, or that normalizes text, raises JllamaError."""
+        """Return the model as data.
+
+        Raises:
+            JllamaError: the model is of another kind than Llama's, or normalizes text.
+        """
         model = _ModelProto.FromString(self.content)
-        spec, trainer = model.normalizer_spec, model.trainer_spec
+        normalizer = model.normalizer_spec
+        trainer = model.trainer_spec
         if trainer.model_type != trainer.BPE or not trainer.byte_fallback:
             raise JllamaError(
-                "only SentencePiece models of Llama's kind (BPE with byte fallback) can be converted"
+                "only SentencePiece models of Llama's kind (BPE with byte fallback) can be "
+                "converted"
             )
         if (
-            spec.precompiled_charsmap
-            or spec.remove_extra_whitespaces
-            or not spec.escape_whitespaces
+            normalizer.precompiled_charsmap
+            or normalizer.remove_extra_whitespaces
+            or not normalizer.escape_whitespaces
         ):
             raise JllamaError(
-                f"the SentencePiece model normalizes text ({spec.name}), which other formats cannot hold"
+                f"the SentencePiece model normalizes text ({normalizer.name}), "
+                "which other formats cannot hold"
             )
-        scores, kinds = (
-            [piece.score for piece in model.pieces],
+        return Vocabulary(
+            self.texts,
             [piece.type for piece in model.pieces],
+            self.bos_id,
+            self.eos_id,
+            self.add_bos,
+            [piece.score for piece in model.pieces],
+            trainer.unk_id,
+            normalizer.add_dummy_prefix,
         )
-        ends = self.bos_id, self.eos_id, self.add_bos
-        return Vocabulary(self.texts, kinds, *ends, scores, trainer.unk_id, spec.add_dummy_prefix)
 
     @classmethod
     def from_vocabulary(
         cls, vocabulary: Vocabulary, source: str = "the tokenizer"
     ) -> "SentencePieceTokenizer":
-        """The model with the settings of Llama's; one that lacks what every Llama's has raises JllamaError."""
+        """Return the model of the same tokens, with the settings of Llama's.
+
+        Raises:
+            JllamaError: ``vocabulary`` lacks special pieces that every Llama's has.
+        """
         vocabulary.check_pieces(source)
-        tokens, kinds, bos_id, eos_id, _, scores, unk_id, *_ = vocabulary
-        rows = zip(tokens, scores or (), kinds, strict=True)
+        tokens = vocabulary.tokens
+        rows = zip(tokens, vocabulary.scores or (), vocabulary.token_type, strict=True)
         pieces = [{"piece": text, "score": score, "type": kind} for text, score, kind in rows]
+        unknown_id = vocabulary.unknown_token_id or 0
         trainer = {
             "model_type": "BPE",
             "byte_fallback": True,
             "vocab_size": len(tokens),
             "pad_id": -1,
+            "unk_id": unknown_id,
+            "unk_piece": tokens[unknown_id],
+            "bos_id": vocabulary.bos_token_id,
+            "bos_piece": tokens[vocabulary.bos_token_id],
+            "eos_id": vocabulary.eos_token_id,
+            "eos_piece": tokens[vocabulary.eos_token_id],
         }
-        for name, id in (("unk", unk_id or 0), ("bos", bos_id), ("eos", eos_id)):
-            trainer |= {f"{name}_id": id, f"{name}_piece": tokens[id]}
         normalizer = {
             "name": "identity",
             "escape_whitespaces": True,
@@ -155,21 +191,25 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> SentencePieceTokenizer:
-    """Train a byte-pair encoding with Llama 2's settings; the same documents give the same model, byte for byte.
+    """Train a byte-pair encoding with Llama 2's settings.
 
-    It learns from lines, as Llama 2's did, so a newline is the byte token 13. At most ``MAX_LINES`` lines and
-    ``MAX_CHARACTERS`` characters are used, drawn evenly. A vocabulary that the text cannot fill, or too small for its
-    characters, raises JllamaError.
+    It learns from lines, as Llama 2's did, so a newline is the byte token 13. A large text is
+    sampled (``_sample_lines``). The same documents give the same model, byte for byte.
+
+    Raises:
+        JllamaError: there is no text, or the text cannot fill the vocabulary, or the vocabulary is
+            too small for the characters of the text.
 
     >>> tokenizer = train_sentencepiece(["the cat sat on the mat"] * 9, vocab_size=270)
     >>> tokenizer.decode(tokenizer.encode("the cat"))
     'the cat'
     """
-    lines, model = _sample_lines(documents), io.BytesIO()
+    lines = _sample_lines(documents)
     if not lines:
         raise JllamaError(
             "there is no text to train a tokenizer on: give documents that are not empty"
         )
+    model = io.BytesIO()
     try:
         train = sentencepiece.SentencePieceTrainer.train  # pyright: ignore[reportAttributeAccessIssue]
         train(
@@ -189,30 +229,34 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> SentencePi
             model_type="bpe",
             character_coverage=0.99995,
             minloglevel=2,
-            num_threads=2,  # stands in the model file, so it is a constant
+            num_threads=2,  # a constant, because the model file holds it
         )
     except RuntimeError as error:
-        for pattern, said in (
-            (r"value <= (\d+)", _TOO_MANY),
-            (r"required_chars. \d+ vs (\d+)", _TOO_FEW),
-        ):
-            if match := re.search(pattern, str(error)):
-                raise JllamaError(said.format(match[1], vocab_size)) from None
+        for pattern, message in _TRAINING_ERRORS.items():
+            match = re.search(pattern, str(error))
+            if match:
+                raise JllamaError(message.format(match[1], vocab_size)) from None
         raise JllamaError(f"SentencePiece could not train on this text: {error}") from None
     return SentencePieceTokenizer(model.getvalue())
 
 
 def _sample_lines(documents: Iterable[str]) -> list[str]:
-    """Every line, or of too many a uniform sample of at least a quarter of the limits, the same in every process."""
+    """Return every line, or a uniform sample of the lines of a large text.
+
+    At most ``MAX_LINES`` lines and ``MAX_CHARACTERS`` characters are returned. A sample has at
+    least a quarter of these limits, and is the same in every process.
+    """
     draw = random.Random(0)
-    lines, characters, kept = [], 0, 1.0
+    share = 1.0
+    lines = []
+    num_characters = 0
     for document in documents:
         for line in LINE.finditer(document):
-            if kept == 1 or draw.random() < kept:
+            if share == 1 or draw.random() < share:
                 lines.append(line[0])
-                characters += len(line[0])
-            if len(lines) > MAX_LINES or characters > MAX_CHARACTERS:
+                num_characters += len(line[0])
+            if len(lines) > MAX_LINES or num_characters > MAX_CHARACTERS:
                 lines = [line for line in lines if draw.random() < 0.5]
-                characters = sum(map(len, lines))
-                kept /= 2
+                num_characters = sum(map(len, lines))
+                share /= 2
     return lines

@@ -1,6 +1,9 @@
-"""The checkpoints of a run as training states."""
+"""Training states as checkpoints.
 
-import dataclasses
+As the model a checkpoint holds ``training.weights(state)``: with ``training.ema`` the running mean,
+and the weights that training continues with are then part of the saved state.
+"""
+
 from typing import Any
 
 import jax
@@ -12,75 +15,63 @@ from jllama.parameters import Params
 from jllama.training.step import Training, TrainState
 
 
-@dataclasses.dataclass
-class Checkpoints:
-    """Saves training states and restores them. What a checkpoint holds as the model is ``training.weights(state)``.
+def save_state(
+    checkpoints: RunCheckpoints,
+    training: Training,
+    step: int,
+    state: TrainState,
+    meta: Json,
+    validation_loss: float | None,
+) -> None:
+    """Begin to save a state; ``JllamaError`` if this or the save before it failed."""
+    trained = None if state.average is None else training.trainable.select(state.params)
+    others = _other_arrays(state, jax.random.key_data(state.key), trained)
+    checkpoints.save(step, training.weights(state), others, meta, validation_loss)
 
-    ``corpus`` and ``base`` are the fingerprints of the data and, with adapters, of the weights that they adapt.
+
+def restore_state(
+    checkpoints: RunCheckpoints, training: Training, step: int, base: Params | None
+) -> tuple[TrainState, Json]:
+    """Return the state of a step on its devices, with the given ``base``, and its metadata.
+
+    Raises ``JllamaError`` if the files are damaged.
     """
-
-    saved: RunCheckpoints
-    training: Training
-    corpus: str
-    base: str | None
-
-    def save(
-        self,
-        step: int,
-        state: TrainState,
-        batches: Any,
-        seconds: float,
-        validation_loss: float | None,
-    ) -> None:
-        """Begin to save a state, with the state of the batches; JllamaError if this or the save before failed."""
-        meta: Json = {"batches": batches, "corpus": self.corpus, "seconds": seconds}
-        if self.base:
-            meta["base_fingerprint"] = self.base
-        key = jax.random.key_data(state.key)
-        trained = None if state.average is None else self.training.trainable.trained(state.params)
-        others = _others(state, key, trained)
-        self.saved.save(step, self.training.weights(state), others, meta, validation_loss)
-
-    def restore(self, step: int, base: Params | None) -> tuple[TrainState, Json]:
-        """The state that was saved at a step, on its devices, with these weights that are not saved; and the notes.
-
-        JllamaError if the files are damaged, or the data or the base is another.
-        """
-        abstract = jax.eval_shape(self.training.init, jax.random.key(0))
-        key = jax.eval_shape(
-            jax.jit(jax.random.key_data, out_shardings=abstract.key.sharding), abstract.key
-        )
-        weights, others, meta = self.saved.restore(
-            step, abstract.params, _others(abstract, key, abstract.average)
-        )
-        self._check(step, meta)
-        others["key"] = jax.random.wrap_key_data(others["key"])
-        trainable = self.training.trainable
-        trained = others.pop("trained", None)
-        if trained is not None:
-            others["average"] = trainable.trained(weights)
-            weights = trainable.replaced(weights, trained)
-        return TrainState(params=weights, base=base, **others), meta
-
-    def _check(self, step: int, meta: Json) -> None:
-        corpora = (
-            meta.get("corpus"),
-            *meta.get("identity", {}).values(),
-        )  # 0.1.0 wrote an identity
-        if self.corpus not in corpora:
-            said = f"changed since {self.saved.folder / str(step)} was saved: the corpus or its tokenizer"
-            raise JllamaError(
-                f"{said}; restore what it was, or start a new run with another run_dir"
-            )
-        if meta.get("base_fingerprint") != self.base:
-            said = f"init_from is not the model that the run {self.saved.folder.parent} began from"
-            raise JllamaError(
-                f"{said}: put that there again, or start a new run with another run_dir"
-            )
+    abstract = jax.eval_shape(training.init, jax.random.key(0))
+    as_numbers = jax.jit(jax.random.key_data, out_shardings=abstract.key.sharding)
+    others = _other_arrays(abstract, jax.eval_shape(as_numbers, abstract.key), abstract.average)
+    weights, others, meta = checkpoints.restore(step, abstract.params, others)
+    others["key"] = jax.random.wrap_key_data(others["key"])
+    trained = others.pop("trained", None)
+    if trained is not None:
+        others["average"] = training.trainable.select(weights)
+        weights = training.trainable.with_trained(weights, trained)
+    return TrainState(params=weights, base=base, **others), meta
 
 
-def _others(state: TrainState, key: Any, trained: Params | None) -> dict[str, Any]:
-    """What is saved besides the model: the key as plain numbers, and what is trained where the model is its mean."""
-    others = {"opt_state": state.opt_state, "step": state.step, "key": key}
-    others |= {"usual_norm": state.usual_norm, "trained": trained}
+def _other_arrays(state: TrainState, key: Any, trained: Params | None) -> dict[str, Any]:
+    """Return what is saved besides the model, with the key as plain numbers."""
+    others = {
+        "opt_state": state.opt_state,
+        "step": state.step,
+        "key": key,
+        "usual_norm": state.usual_norm,
+        "trained": trained,
+    }
     return {name: value for name, value in others.items() if value is not None}
+
+
+def check_origin(
+    meta: Json, corpus: str, base_fingerprint: str | None, checkpoints: RunCheckpoints, step: int
+) -> None:
+    """Raise ``JllamaError`` if a checkpoint was trained on other data or of another base."""
+    folder = checkpoints.folder
+    problem = ""
+    identity = meta.get("identity", {})  # version 0.1.0 wrote one
+    if corpus not in (meta.get("corpus"), *identity.values()):
+        problem = f"the corpus or its tokenizer has changed since {folder / str(step)} was saved"
+    elif meta.get("base_fingerprint") != base_fingerprint:
+        problem = f"init_from is not the model that the run {folder.parent} began from"
+    if problem:
+        raise JllamaError(
+            f"{problem}; restore what it was, or start a new run with another run_dir"
+        )

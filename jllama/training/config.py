@@ -1,4 +1,4 @@
-"""Everything that decides a training run, as data: what the YAML files and the command line fill in."""
+"""The configuration of a training run: what YAML files and the command line fill in."""
 
 import dataclasses
 import functools
@@ -16,26 +16,35 @@ class OptimizerConfig:
     """An optimizer and the schedule of its learning rate.
 
     Args:
-        name: ``adamw`` (arXiv:1711.05101), ``lion`` (arXiv:2302.06675, at a fifth of the rate), ``adafactor``
-            (arXiv:1804.04235), which hold two moments, one, and rows and columns of one alone, or ``muon`` (Jordan et
-            al. 2024, arXiv:2502.16982; up to 4 times the rate): one of each layer's matrices, and AdamW of all else.
+        name: ``adamw`` (arXiv:1711.05101; stores two moments), ``lion`` (arXiv:2302.06675; stores
+            one, use a fifth of the learning rate), ``adafactor`` (arXiv:1804.04235; stores one,
+            factored into rows and columns) or ``muon`` (Jordan et al. 2024, arXiv:2502.16982;
+            stores one for each layer's matrices, and is AdamW for all else; use up to 4 times the
+            learning rate).
         learning_rate: the peak, after the warm-up.
-        final_fraction: the learning rate ends at this share of the peak.
-        warmup_fraction: the share of all steps over which the learning rate rises linearly, unless ``warmup_steps`` is
-            given.
-        beta1: decay of the gradient's running mean (``adamw``), or its share in a step (``lion``). ``muon`` takes this,
-            ``beta2`` and ``epsilon`` for what AdamW has; its own momentum decays by 0.95.
-        beta2: decay of the squared gradient's running mean (``adamw``), or of the gradient's (``lion``).
-        epsilon: added to the root of the squared gradient's mean (``adamw``).
+        final_fraction: the learning rate at the end, as a fraction of the peak.
+        warmup_fraction: the fraction of all steps in which the learning rate rises linearly, unless
+            ``warmup_steps`` is set.
+        beta1: decay of the running mean of gradients (``adamw``), or the mean's weight in a step
+            (``lion``). ``muon`` uses it, ``beta2`` and ``epsilon`` for its AdamW part; its own
+            momentum has decay 0.95.
+        beta2: decay of the running mean of squared gradients (``adamw``) or of gradients
+            (``lion``).
+        epsilon: added to the root of the mean squared gradient (``adamw``).
         weight_decay: per unit of learning rate, on matrices only (never on norms).
-        clip_norm: gradients are scaled down to this global norm if theirs is larger.
-        moment_dtype: in which moments are kept between steps; bfloat16, with ``beta2`` up to 0.99, halves their memory.
-        schedule: after the warm-up the learning rate falls as half a ``cosine``, stays ``constant``, or stays and
-            falls in a straight line at the end (``wsd``: warm-up, stable, decay). With the last two a run can go on
-            with more steps.
-        decay_fraction: the share of all steps over which it falls at the end, with ``wsd``.
-        warmup_steps: the steps of the warm-up; 0 takes ``warmup_fraction`` of all. A run that is not on a ``cosine``
-            keeps the number that it began with.
+        clip_norm: a gradient whose global norm is larger is scaled down to this norm.
+        moment_dtype: dtype in which moments are stored between steps; bfloat16 halves their memory
+            and needs ``beta2`` of at most 0.99.
+        schedule: after the warm-up the learning rate follows half a ``cosine`` down, stays
+            ``constant``, or stays and then falls linearly at the end (``wsd``: warm-up, stable,
+            decay). A run with one of the last two can be resumed with more steps.
+        decay_fraction: the fraction of all steps in which ``wsd`` falls at the end.
+        warmup_steps: steps of the warm-up; 0 computes them from ``warmup_fraction``. Unless the
+            schedule is ``cosine``, a resumed run keeps its number.
+
+    Example::
+
+        OptimizerConfig("lion", learning_rate=6e-5, schedule="wsd")
     """
 
     name: str = "adamw"
@@ -70,7 +79,7 @@ class OptimizerConfig:
             lambda value: 0 <= value < math.inf,
             "0 or positive, and finite",
         )
-        if self.moment_dtype == "bfloat16":  # whose 8 bits would round a decay of 1 in 1,000 away
+        if self.moment_dtype == "bfloat16":  # its 8 bits would round a decay of 1 in 1,000 away
             check(
                 "beta2",
                 lambda value: value <= 0.99,
@@ -80,43 +89,64 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LoopConfig:
-    """How long to train and on how much at a time.
+    """How long to train, on how much at a time, and what to do in between.
 
     Args:
-        batch_size: windows in each step, over all devices.
-        seq_len: tokens in each window; 0 means ``model.max_seq_len``, with ``init_from`` or ``preset`` at most 1,024.
-        steps: updates, unless ``epochs`` is given.
-        epochs: passes over the training text, in place of ``steps``.
-        accumulation: parts that a batch is taken in, one after the other, to save memory; the result is the same.
-        eval_every: steps between evaluations, each followed by a sample; the last step has one too.
-        save_every: steps between checkpoints; 0 means ``eval_every``. The best is chosen among those evaluated, too.
-        eval_tokens: evenly spaced validation tokens per evaluation (the last one uses all); 0 is all of them.
+        batch_size: rows in each step, over all devices.
+        seq_len: tokens in each row; 0 means ``model.max_seq_len``, and with ``init_from`` or
+            ``preset`` at most 1,024.
+        steps: updates, unless ``epochs`` is set.
+        epochs: passes over the training data, instead of ``steps``.
+        accumulation: parts of a batch that are computed one after another to save memory; the
+            result is the same.
+        eval_every: steps between evaluations, each followed by a sample; there is one after the
+            last step, too.
+        save_every: steps between checkpoints; 0 means ``eval_every``. The best one is chosen among
+            those evaluated.
+        eval_tokens: evenly spaced validation tokens per evaluation (the last one uses all); 0 means
+            all.
         log_every: steps between two lines in ``metrics.jsonl``.
-        keep_last: checkpoints kept besides the best one.
-        objective: what is minimized, by its name in ``training.objectives.OBJECTIVES``; ``auto`` is ``preference`` for
-            pairs of answers, else ``next_token``.
-        trainable: what is trained, by patterns of names: ``["layers/*/w_down", "layers/1[0-5]/*", "embed"]``; all the
-            rest stays as it is, and the optimizer keeps nothing of it. Without any, everything is trained.
-        ema: over 0, the decay of a running mean of what is trained, which is then evaluated, sampled and saved as the
-            model; the first steps have a lower one, see ``step.updated``.
-        spike_factor: a step whose gradient norm is over this many times its running mean is skipped; 0 for none.
+        keep_last: checkpoints that are kept besides the best one.
+        objective: what is minimized, a name in ``training.objectives.OBJECTIVES``; ``auto`` is
+            ``preference`` for pairs of answers, and ``next_token`` otherwise.
+        trainable: patterns for the names of the parameters that are trained, such as
+            ``["layers/*/w_down", "layers/1[0-5]/*", "embed"]``. The others never change and have no
+            optimizer state. If empty, everything is trained.
+        ema: if positive, the decay of a running mean of what is trained. The mean is evaluated,
+            sampled and saved as the model. In the first steps the decay is lower, see
+            ``step.apply_update``.
+        spike_factor: a step is skipped if its gradient norm is over this many times the norm's
+            running mean; 0 never skips.
         z_loss: weight of the squared log-normalizer in the loss.
-        dpo_beta: how fast preference training leaves the model that it began from (arXiv:2305.18290, eq. 7).
-        dtype: of activations and of weights in matrix products; ``auto`` is bfloat16 on GPU and TPU, float32 on CPU.
-        attention: ``reference``, ``blocked``, ``xla`` or another of ``functional.ATTENTION``; ``auto`` says its choice.
-        deterministic: whether two equal runs on GPUs have the same bits: ``auto`` where the attention allows it. On
-            CPUs and TPUs they always have.
-        remat: what the backward pass finds kept of each layer: ``none`` recomputes nothing, ``dots`` all but products
-            with weights, ``block`` the whole layer, ``offload`` too, from inputs kept in the host's memory; ``auto``
-            is ``dots`` where its step fits the device, else ``block``.
-        reduce_dtype: in which gradients are summed over devices and kept; bfloat16 halves what is exchanged.
-        compiler_options: XLA's, by name, such as ``{"xla_gpu_enable_pipelined_reduce_scatter": false}``.
-        sample_prompt: what the text sampled at each evaluation begins with; in a run on chats what is asked then,
-            without it a question that is held out.
-        sample_tokens: how many tokens to sample then, 0 for none; without it 128, or as many as the context leaves.
-        questions: what is asked at each evaluation instead, answered with the likeliest tokens.
-        patience: end after so many evaluations without a lower validation loss; 0 never does.
-        max_skipped: end with an error after so many steps in a row that had to be left out, as not finite or a spike.
+        dpo_beta: weight of the log-probabilities against the reference model in preference training
+            (arXiv:2305.18290, eq. 7); the higher, the nearer the model stays to where it began.
+        dtype: of activations, and of weights in matrix products; ``auto`` is bfloat16 on GPU and
+            TPU, float32 on CPU.
+        attention: ``reference``, ``blocked``, ``xla`` or another name in ``functional.ATTENTION``;
+            ``auto`` chooses, and the run says what.
+        deterministic: whether two equal runs on GPUs have the same bits; ``auto`` where the
+            attention allows it. On CPUs and TPUs they always have.
+        remat: what the backward pass recomputes of each layer: ``none`` nothing, ``dots``
+            everything but products with weights, ``block`` the whole layer, ``offload`` the whole
+            layer from inputs stored in host memory; ``auto`` is ``dots`` if its step fits the
+            device, else ``block``.
+        reduce_dtype: dtype in which gradients are summed over devices and stored; bfloat16 halves
+            what is exchanged.
+        compiler_options: XLA's, by name, such as ``{"xla_gpu_enable_pipelined_reduce_scatter":
+            false}``.
+        sample_prompt: what the text sampled at each evaluation begins with. In a run on chats it is
+            asked as a question; if empty there, a question of the validation data is asked.
+        sample_tokens: number of tokens to sample; 0 samples nothing. If not set, 128 or as many as
+            the context leaves.
+        questions: asked at each evaluation instead of ``sample_prompt``, and answered with the
+            likeliest tokens.
+        patience: end after this many evaluations without a lower validation loss; 0 never does.
+        max_skipped: end with an error after this many skipped steps in a row, whose loss or
+            gradient was not finite or a spike.
+
+    Example::
+
+        LoopConfig(batch_size=8, seq_len=128, steps=500, accumulation=2)
     """
 
     batch_size: int = 16
@@ -148,7 +178,7 @@ class LoopConfig:
     max_skipped: int = 10
 
     def __post_init__(self) -> None:
-        if isinstance(self.remat, bool):  # as runs of 0.1 have it
+        if isinstance(self.remat, bool):  # runs of 0.1 have a Boolean
             object.__setattr__(self, "remat", "block" if self.remat else "dots")
         check = functools.partial(check_fields, self, "training.")
         counts = "batch_size accumulation eval_every log_every keep_last max_skipped"
@@ -159,7 +189,7 @@ class LoopConfig:
         if self.epochs:
             check(
                 "steps",
-                (0, LoopConfig.steps).__contains__,
+                lambda steps: steps in (0, LoopConfig.steps),
                 f"0 or left out, since training.epochs is {self.epochs}",
             )
         check("ema", lambda decay: 0 <= decay < 1, "at least 0 and below 1")
@@ -179,20 +209,30 @@ class TrainConfig:
         --init_from smollm2.gguf --data.path chats.txt --training.steps 100
 
     Args:
-        model: the architecture; with ``init_from`` the checkpoint's own is taken, and this one is not.
-        init_from: begin from a checkpoint, by folder, file or hub id; at the command line with batch size 4 and
-            learning rate 2e-5, unless they are given.
-        preset: a released Llama in place of ``model``: ``llama3.2-1b``.
-        rope_factor: with ``init_from``, the RoPE scaling factor that Meta's params.json leaves out.
+        model: the architecture; with ``init_from`` that of the checkpoint is used instead.
+        init_from: a checkpoint to begin from, by folder, file or hub id; on the command line the
+            defaults are then batch size 4 and learning rate 2e-5.
+        preset: a released Llama instead of ``model``: ``llama3.2-1b``.
+        rope_factor: with ``init_from``, the RoPE scaling factor, which Meta's params.json does not
+            have.
         run_dir: the folder of the run.
-        seed: of the initial weights, the order of the data and the samples.
-        resume: ``auto`` continues the run in ``run_dir``, if any, a folder the run in it; ``never`` refuses.
-        resume_with_changes: go on although the learning rate, the steps or another option of the outcome has changed.
-        overwrite: remove the run in ``run_dir``, unless it is resumed; its name is asked for, or give ``yes``.
+        seed: of the initial weights, the order of the data, and the samples.
+        resume: ``auto`` continues a run in ``run_dir``, a folder the run in it, and ``never``
+            refuses.
+        resume_with_changes: continue although the learning rate, the steps or another option that
+            affects the outcome has changed.
+        overwrite: remove the run in ``run_dir``, unless it is resumed; its name must be typed,
+            unless ``yes`` is set.
         yes: overwrite without asking.
         sampling: how the text sampled at each evaluation is drawn.
-        logger: where else metrics go as they come: ``tensorboard``, ``wandb``, ``trackio``, or nowhere.
-        lora: train adapters of the weights that ``init_from`` brings, in place of the weights.
+        logger: where metrics also go, as they come: ``tensorboard``, ``wandb``, ``trackio``, or
+            nowhere.
+        lora: train adapters of the weights of ``init_from``, instead of the weights.
+
+    Example::
+
+        model = LlamaConfig(num_layers=2, embed_dim=64, num_heads=4, max_seq_len=64)
+        TrainConfig(model, data=DataConfig(path="my_texts/"), run_dir="runs/mine")
     """
 
     model: LlamaConfig
@@ -233,6 +273,7 @@ class TrainConfig:
             )
         check_fields(self, "", "seed", lambda seed: 0 <= seed < 2**32, "between 0 and 2**32 - 1")
 
-    trains_adapters = property(
-        lambda self: self.lora.rank > 0, doc="Whether adapters are all that is trained."
-    )
+    @property
+    def trains_adapters(self) -> bool:
+        """Whether only adapters are trained."""
+        return self.lora.rank > 0

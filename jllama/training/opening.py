@@ -1,4 +1,4 @@
-"""Beginning a run, or going on with one: everything is checked before anything is written."""
+"""Begin a run or resume one: everything is checked before anything is written."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,130 +8,173 @@ from typing import Any
 import jax
 import numpy as np
 from flax.traverse_util import flatten_dict
+from jax.experimental.multihost_utils import process_allgather
 from rich.console import Console
 
-from jllama import distributed, files
-from jllama.checkpoints.huggingface import write_chat_files
+from jllama import distributed
+from jllama.checkpoints.chat_files import write_chat_files
 from jllama.checkpoints.run import CHECKPOINTS, CONFIG, METRICS, SAMPLES
 from jllama.checkpoints.run_checkpoints import RunCheckpoints
 from jllama.checkpoints.tensors import Checkpoint, base_fingerprint, load_params
+from jllama.data.batches import Batch, chat_validation_batches
 from jllama.data.datasets import BatchSource, ChatDataset, TrainingData
-from jllama.devices import describe_devices, describe_driver, idle_accelerator
+from jllama.data.tokens import SPLITS
+from jllama.devices import (
+    describe_devices,
+    describe_driver,
+    device_bytes,
+    device_memory_bytes,
+    idle_accelerator,
+    loss_chunk_tokens,
+)
 from jllama.errors import UsageError
+from jllama.files import fault_of, read_lines, written_whole
 from jllama.loggers import check_logger
 from jllama.model import check_attention
 from jllama.parameters import count_parameters
+from jllama.progress import progress
 from jllama.report import command, run_facts
 from jllama.sharding import ruleset
 from jllama.tokenizers import has_tokenizer
 from jllama.training import run_folder
-from jllama.training.checkpointing import Checkpoints
+from jllama.training.checkpointing import check_origin, restore_state
 from jllama.training.config import TrainConfig
-from jllama.training.metrics import Evaluation, check_memory
+from jllama.training.metrics import Evaluation
 from jllama.training.optimizer import make_optimizer
-from jllama.training.references import with_references
 from jllama.training.resolve import resolved
-from jllama.training.schedule import Schedule
-from jllama.training.step import Training, TrainState, attention_of, compile_training
+from jllama.training.step import (
+    StepMetrics,
+    Training,
+    TrainState,
+    attention_of,
+    check_batch,
+    compile_training,
+    put_on_devices,
+)
 from jllama.training.tracker import Callback, Tracker
 
-_OF_BITS = "devices", "versions"
-"""The facts of a run that its bits depend on."""
+REFERENCE = "reference.npz"
 
 
 @dataclasses.dataclass
 class Run:
-    """A run of training: what it is made of, and where it stands."""
+    """A training run: its parts, and where it stands."""
 
     config: TrainConfig
     data: TrainingData
-    origin: Checkpoint | None
+    origin: Checkpoint | None  # the checkpoint of ``init_from``
     training: Training
-    checkpoints: Checkpoints
-    schedule: Schedule
+    base_fingerprint: str | None  # of the weights under adapters
+    checkpoints: RunCheckpoints
     tracker: Tracker
     batches: Any  # an endless iterator with a state
     state: TrainState
     step: int = 0
-    skipped: int = 0  # how many of the last steps were left out, one after the other
-    programs: dict[Any, Any] = dataclasses.field(
-        default_factory=dict
-    )  # of a step, by the shape of its rows
-    planned_bytes: int = 0  # of the largest
-    signals: Sequence[int] = ()
-    stop: int = 0  # the signal to stop that all processes know of
+    # The step of the last evaluation (``METRICS``), sample (``SAMPLES``) and checkpoint
+    # (``CHECKPOINTS``).
+    done: dict[str, int] = dataclasses.field(default_factory=dict)
+    # The steps since the last pause, and when they began.
+    recent: list[tuple[StepMetrics, Batch]] = dataclasses.field(default_factory=list)
+    start_s: float = 0.0
+    num_skipped: int = 0  # how many of the last steps were skipped in a row
+    programs: dict[Any, Any] = dataclasses.field(default_factory=dict)  # by the batch's shape
+    planned_bytes: int = 0  # of the largest program
+    signals: Sequence[int] = ()  # received by this process
+    stop_signal: int = 0  # known to all processes
 
 
 def open_run(
     config: TrainConfig, source: BatchSource | None, callbacks: Sequence[Callback]
 ) -> Run | Evaluation:
-    """Check and prepare all that a run needs, and begin its folder; the final evaluation of one that is finished."""
+    """Check and prepare everything that a run needs, and write its folder.
+
+    Returns the final evaluation instead if the run is finished. ``source`` replaces
+    ``config.data``.
+    """
     folder = Path(config.run_dir)
-    console = Console(
-        stderr=True, highlight=False, markup=False, quiet=distributed.process_index() > 0
-    )
+    is_first_process = distributed.process_index() == 0
+    console = Console(stderr=True, highlight=False, markup=False, quiet=not is_first_process)
     console.soft_wrap = not console.is_terminal  # a log keeps its lines whole
-    _check(config, folder)
-    existing = _checkpoint_steps(folder)
-    replaces = bool(existing) and config.resume == "never"
+
+    # The configuration, the data, and the step to resume from.
+    check_options(config, folder)
+    steps = []
+    if (folder / CHECKPOINTS).exists():
+        steps = RunCheckpoints(folder / CHECKPOINTS, read_only=True).steps()
+    replaces = bool(steps) and config.resume == "never"
     if replaces:
-        _ask_to_replace(config, folder)
-        existing = []
-    config, data, origin = resolved(config, folder if existing else None, source)
-    step = existing[-1] if existing else 0
+        run_folder.confirm_overwrite(config)
+    resumes = bool(steps) and not replaces
+    config, data, origin = resolved(config, folder if resumes else None, source)
+    step = steps[-1] if resumes else 0
     if step:
         for change in run_folder.changes_on_resume(folder, config, step):
             console.print(change, style="yellow")
-        if finished := _finished(folder, config, step, console):
-            return finished
+        final = final_evaluation(folder, config, step, console)
+        if final is not None:
+            return final
 
     # The programs, and the state before the first step.
-    if warning := idle_accelerator():
+    warning = idle_accelerator()
+    if warning:
         console.print(f"warning: {warning}", style="yellow")
     distributed.check_same({"the corpus": data.fingerprint, "the last checkpoint": step})
-    training = compile_training(config, compiler_options=kept_choices(config, folder))
+    training = compile_training(config, compiler_options=autotuning_options(config, folder))
     check_memory(config, training)
     state = None
-    if config.trains_adapters or not existing:
-        state = _initial_state(config, training, origin)
+    if config.trains_adapters or not resumes:
+        state = load_initial_state(config, training, origin)
     if replaces:
         run_folder.clear(folder)
     if isinstance(data, ChatDataset) and data.rows_each > 1:
-        data = with_references(data, folder, config, training, None if existing else state)
+        initial = None if resumes else state
+        data = add_reference_log_probs(data, folder, config, training, initial)
 
-    # The checkpoint to go on from.
-    batches = _batches(data, config, training)
-    schedule = Schedule(config.training)
+    # The checkpoint to resume from.
+    batches = open_batches(data, config, training)
     tracker = Tracker(config, folder, console, callbacks)
     fingerprint = base_fingerprint(origin) if config.trains_adapters and origin else None
-    saved = RunCheckpoints(folder / CHECKPOINTS, config.training.keep_last)
-    checkpoints = Checkpoints(saved, training, data.fingerprint, fingerprint)
-    if existing:
-        state, meta = checkpoints.restore(step, state and state.base)
+    checkpoints = RunCheckpoints(folder / CHECKPOINTS, config.training.keep_last)
+    done = {}
+    if resumes:
+        state, meta = restore_state(checkpoints, training, step, state and state.base)
+        check_origin(meta, data.fingerprint, fingerprint, checkpoints, step)
         batches.set_state(meta["batches"])
         tracker.start_s -= meta["seconds"]
-        schedule.done = {CHECKPOINTS: step}
+        done[CHECKPOINTS] = step
         for name, key in ((METRICS, "validation_loss"), (SAMPLES, "text")):
-            lines = files.read_lines(folder / name, key)
-            schedule.done[name] = max(
-                (line["step"] for line in lines if line["step"] <= step), default=0
-            )
+            logged = [line["step"] for line in read_lines(folder / name, key)]
+            done[name] = max((number for number in logged if number <= step), default=0)
     assert state is not None
-    if distributed.process_index() == 0:
+
+    # The folder.
+    if is_first_process:
         run_folder.write_config(folder, config, step)
-        if not (existing and has_tokenizer(folder)):
+        if not (resumes and has_tokenizer(folder)):
             data.tokenizer.save(folder)
-            write_chat_files(
-                folder, origin.chat_template if origin else None, origin.stop_ids if origin else ()
-            )
-    run = Run(config, data, origin, training, checkpoints, schedule, tracker, batches, state, step)
-    _announce(run)
+            template = origin.chat_template if origin else None
+            stop_ids = origin.stop_ids if origin else ()
+            write_chat_files(folder, template, stop_ids)
+    run = Run(
+        config,
+        data,
+        origin,
+        training,
+        fingerprint,
+        checkpoints,
+        tracker,
+        batches,
+        state,
+        step,
+        done,
+    )
+    log_facts(run)
     return run
 
 
-def _check(config: TrainConfig, folder: Path) -> None:
-    """Raise ``UsageError`` for what can be seen before anything is read."""
-    distributed.check_same(flatten_dict(run_folder.as_written(config), sep="."))
+def check_options(config: TrainConfig, folder: Path) -> None:
+    """Raise ``UsageError`` for problems that show before any data or weights are read."""
+    distributed.check_same(flatten_dict(run_folder.config_fields(config), sep="."))
     if config.resume not in ("never", "auto") and not (folder / CONFIG).is_file():
         raise UsageError(
             f"resume is {config.resume}, which is not a run's folder: give one, or never, or auto"
@@ -141,43 +184,31 @@ def _check(config: TrainConfig, folder: Path) -> None:
     check_logger(config.logger)
 
 
-def _checkpoint_steps(folder: Path) -> list[int]:
-    """The steps of the checkpoints that a folder holds."""
-    if not (folder / CHECKPOINTS).exists():
-        return []
-    return RunCheckpoints(folder / CHECKPOINTS, read_only=True).steps()
-
-
-def _ask_to_replace(config: TrainConfig, folder: Path) -> None:
-    """Raise unless the run that is there may be removed."""
-    if not config.overwrite:
-        go_on = command("train", "--resume", folder)
-        advice = (
-            f"continue it with {go_on}, or choose another run_dir, or replace it with --overwrite"
-        )
-        raise UsageError(f"{folder} already holds a run: {advice}")
-    run_folder.ask_to_overwrite(config)
-
-
-def _finished(folder: Path, config: TrainConfig, step: int, console: Console) -> Evaluation | None:
-    """The final evaluation of a run that has nothing left to do; else None."""
-    steps, patience = config.training.steps, config.training.patience
-    final = files.read_lines(folder / METRICS, "final")
-    if not final or not (step >= steps or run_folder.out_of_patience(folder, patience)):
+def final_evaluation(
+    folder: Path, config: TrainConfig, step: int, console: Console
+) -> Evaluation | None:
+    """Return the final evaluation if nothing is left to do, and print how to continue."""
+    num_steps = config.training.steps
+    patience = config.training.patience
+    lines = read_lines(folder / METRICS, "final")
+    has_all_steps = step >= num_steps
+    if not lines or not (has_all_steps or run_folder.is_out_of_patience(folder, patience)):
         return None
-    longer = ("--training.steps", 2 * step, "--resume_with_changes", "true")
-    go_on = command(
-        "train", "--resume", folder, *(longer if step >= steps else ("--training.patience", 0))
-    )
-    console.print(f"{folder} is finished (step {step:,} of {steps:,}). To go on: {go_on}")
-    figures = final[-1]["final"].items()  # which runs of 0.1 call those of preferences
+    options = ["--training.patience", 0]
+    if has_all_steps:
+        options = ["--training.steps", 2 * step, "--resume_with_changes", "true"]
+    go_on = command("train", "--resume", folder, *options)
+    console.print(f"{folder} is finished (step {step:,} of {num_steps:,}). To go on: {go_on}")
+    # Runs of 0.1 name the figures after the preference objective.
+    figures = lines[-1]["final"].items()
     return Evaluation(**{name.replace("preference", "figures"): value for name, value in figures})
 
 
-def kept_choices(config: TrainConfig, folder: Path) -> dict[str, Any]:
-    """XLA's options for keeping a GPU's choices of kernels, which it makes by timing, so that a run goes on with them.
+def autotuning_options(config: TrainConfig, folder: Path) -> dict[str, Any]:
+    """Return XLA's options that keep a GPU's choices of kernels in the run's folder.
 
-    They are those with which JAX's own cache of compiled programs keeps them.
+    XLA chooses by timing, so a resumed run would otherwise choose others. JAX's cache of compiled
+    programs keeps the choices by the same options.
     """
     if jax.default_backend() != "gpu" or config.training.deterministic is False:
         return {}
@@ -188,62 +219,148 @@ def kept_choices(config: TrainConfig, folder: Path) -> dict[str, Any]:
     }
 
 
-def _initial_state(
+def check_memory(
+    config: TrainConfig, training: Training, available_bytes: int | None = None
+) -> None:
+    """Raise ``UsageError`` if a batch does not divide over the devices, or cannot fit on one.
+
+    Counted is what any program needs at least: the device's share of the state and the gradients,
+    and each layer's input for one part of a batch. CPU devices share the memory of the machine.
+    """
+    check_batch(config, training.mesh)
+    options = config.training
+    mesh = training.mesh
+    device = mesh.local_devices[0]
+    ways = options.accumulation * mesh.size / mesh.shape["tensor"]
+    num_tokens = options.batch_size * options.seq_len / ways
+    vocab_size = config.model.vocab_size
+    logits_bytes = 4 * vocab_size * min(loss_chunk_tokens(device, vocab_size), num_tokens)
+    # The logits are gone when the layers' gradients are there.
+    state_bytes = device_bytes(jax.eval_shape(training.init, jax.random.key(0)))
+    state_bytes += max(device_bytes(training.trained), logits_bytes)
+    activation_bytes = 2 * num_tokens * config.model.embed_dim * config.model.num_layers
+    num_sharing = len(mesh.local_devices) if device.platform == "cpu" else 1
+    needed = np.array([state_bytes, activation_bytes]) * num_sharing
+    available = available_bytes or device_memory_bytes(device) or np.inf
+    if needed.sum() > available:
+        state, batch, memory = (f"{size / 2**30:,.1f} GiB" for size in (*needed, available))
+        raise UsageError(
+            f"the model and its optimizer take {state} and a batch {batch}, over the {memory} of "
+            f"{describe_devices(mesh)}: take a smaller model, training.batch_size or "
+            "training.seq_len, or more devices"
+        )
+
+
+def load_initial_state(
     config: TrainConfig, training: Training, origin: Checkpoint | None
 ) -> TrainState:
-    """The state before the first step, of the weights to begin from, if any, each in its final form as it is read."""
+    """Return the state before the first step, from the weights of ``origin`` if there is one."""
     params = None
     if origin:
-        dtype, held = training.trainable.reading()
-        params = load_params(origin, dtype, training.mesh, rules=ruleset(config.mesh), held=held)
+        trainable = training.trainable
+        rules = ruleset(config.mesh)
+        params = load_params(
+            origin, trainable.load_dtype, training.mesh, rules=rules, held=trainable.convert
+        )
     return training.init(jax.random.key(config.seed), params)
 
 
-def _batches(data: TrainingData, config: TrainConfig, training: Training) -> Any:
-    """Batches of NumPy arrays, of which this process reads the rows of its own devices."""
+def add_reference_log_probs(
+    data: ChatDataset,
+    folder: Path,
+    config: TrainConfig,
+    training: Training,
+    state: TrainState | None,
+) -> ChatDataset:
+    """Return pairs with their answers' log-probabilities under the model before training.
+
+    They are computed by ``state`` and stored in the run's folder. A resumed run, without a state,
+    reads them there.
+    """
+    path = folder / REFERENCE
+    references: dict[str, Any] = {}
+    if state is None:
+        with fault_of(f"{path} is part of this run: put it back", OSError, ValueError, KeyError):
+            stored = np.load(path)
+            references = {split: stored[split] for split in SPLITS}
+    else:
+        sizes: Any = {"batch_size": config.training.batch_size, "seq_len": config.training.seq_len}
+        total = sum(data.counts[split]["conversations"] for split in SPLITS)
+        with progress("reading the answers before training", total) as move:
+            for split in SPLITS:
+                pairs = getattr(data, split)
+                parts = []
+                for batch in chat_validation_batches(pairs, **sizes):
+                    on_devices = put_on_devices(batch, training.batch_sharding)
+                    sums = training.log_probs(state.params, on_devices, state.base)
+                    parts.append(np.asarray(process_allgather(sums, tiled=True)))
+                    move(len(sums))
+                references[split] = np.concatenate(parts)[: len(pairs.sizes)]
+        if distributed.process_index() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            with written_whole(path) as partial, partial.open("wb") as file:
+                np.savez(file, **references)
+    train, validation = (
+        dataclasses.replace(getattr(data, split), reference=references[split]) for split in SPLITS
+    )
+    return dataclasses.replace(data, train=train, validation=validation)
+
+
+def open_batches(data: TrainingData, config: TrainConfig, training: Training) -> Any:
+    """Return the batches as NumPy arrays; this process reads the rows of its own devices."""
     options = config.training
     num_rows = options.batch_size * data.rows_each
     parts = training.batch_sharding.addressable_devices_indices_map((num_rows,)).values()
     rows = np.unique([np.arange(num_rows)[part] for part in parts]).tolist()
-    size: Any = {
-        "batch_size": options.batch_size,
-        "seq_len": options.seq_len,
-        "seed": config.seed,
-        "rows": rows,
-    }
-    return data.training_batches(**size, packing=config.data.packing)
+    sizes: Any = {"batch_size": options.batch_size, "seq_len": options.seq_len}
+    return data.training_batches(**sizes, seed=config.seed, rows=rows, packing=config.data.packing)
 
 
-def _announce(run: Run) -> None:
-    """Log what a run's page says of it, unless that has been done, and say it in a few words."""
-    config, tracker, mesh = run.config, run.tracker, run.training.mesh
-    attention = attention_of(config, mesh)
-    devices, total = describe_devices(mesh), count_parameters(config.model)
-    trained = sum(leaf.size for leaf in jax.tree.leaves(run.training.trained))
+def log_facts(run: Run) -> None:
+    """Log the facts that a run's page shows, if they have changed, and print a summary."""
+    config = run.config
+    tracker = run.tracker
+    mesh = run.training.mesh
+    devices = describe_devices(mesh)
+    num_params = count_parameters(config.model)
+    num_trained = sum(leaf.size for leaf in jax.tree.leaves(run.training.trained))
+    num_frozen = num_params if config.trains_adapters else num_params - num_trained
     driver = describe_driver(mesh.devices.flat[0])
-    frozen = total if config.trains_adapters else total - trained
-    facts = run_facts(run.data.facts(), devices, driver, trained, frozen)
-    logged = [line["facts"] for line in files.read_lines(tracker.folder / METRICS, "facts")]
+    facts = run_facts(run.data.facts(), devices, driver, num_trained, num_frozen)
+    logged = [line["facts"] for line in read_lines(tracker.folder / METRICS, "facts")]
     if logged[-1:] != [facts]:
         tracker.write(run.step, facts=facts)
+
+    # Bits depend on these two.
     before = {**facts, **logged[-1]} if logged else facts
     changes = [
-        f"{before[name]} (now {facts[name]})" for name in _OF_BITS if before[name] != facts[name]
+        f"{before[name]} (now {facts[name]})"
+        for name in ("devices", "versions")
+        if before[name] != facts[name]
     ]
     if run.step and changes:
-        said = f"this run had {' and '.join(changes)}"
         tracker.say(
-            f"note: {said}, so its bits will differ from those of a run that had not changed",
+            f"note: this run had {' and '.join(changes)}, so its bits will differ from those of "
+            "a run that had not changed",
             "yellow",
         )
-    kind = "adapters" if config.trains_adapters else "them"
-    of_which = f", {trained:,} of {kind} trained" if trained != total else ""
-    said = f"{tracker.folder}: {total:,} parameters{of_which} on {devices}, {attention} attention"
+
+    attention = attention_of(config, mesh)
+    of_them = ""
+    if num_trained != num_params:
+        kind = "adapters" if config.trains_adapters else "them"
+        of_them = f", {num_trained:,} of {kind} trained"
     tracker.say(
-        f"{said}, {run.data.size()}, step {run.step:,} of {config.training.steps:,}", "bold"
+        f"{tracker.folder}: {num_params:,} parameters{of_them} on {devices}, "
+        f"{attention} attention, {run.data.size()}, step {run.step:,} of {config.training.steps:,}",
+        "bold",
     )
+    notes = list(run.data.notes)
     if attention == "triton":
-        advice = "with Python 3.12 or later pip install 'jllama[cuda]' brings tokamax, whose attention is faster"
-        tracker.say(f"note: {advice}", "yellow")
-    for note in run.data.notes:
+        notes.insert(
+            0,
+            "with Python 3.12 or later pip install 'jllama[cuda]' brings tokamax, "
+            "whose attention is faster",
+        )
+    for note in notes:
         tracker.say(f"note: {note}", "yellow")

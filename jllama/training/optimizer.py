@@ -1,4 +1,4 @@
-"""Optimizers by name, all under the same clip and schedule of the learning rate."""
+"""Optimizers by name, all with the same gradient clipping and learning-rate schedule."""
 
 import functools
 import math
@@ -21,9 +21,10 @@ from jllama.training.config import OptimizerConfig
 def with_decay(
     direction: optax.GradientTransformation, config: OptimizerConfig
 ) -> optax.GradientTransformation:
-    """Add ``config.weight_decay`` times each matrix to the direction that an optimizer gives; the state stays its own.
+    """Add ``config.weight_decay`` times each matrix to an optimizer's direction.
 
-    Scales of norms, biases and the magnitudes of DoRA do not decay.
+    Scales of norms, biases and the magnitudes of DoRA do not decay. The optimizer's state keeps its
+    structure.
 
     Example::
 
@@ -44,28 +45,30 @@ def with_decay(
 def _is_matrix(path: str, _: Any) -> bool:
     if path in PARAMETERS:
         return PARAMETERS[path].role == "matrix"
-    return not path.endswith("/magnitude")  # what else an adapter has are matrices
+    return not path.endswith("/magnitude")  # all other arrays of an adapter are matrices
 
 
 def adafactor() -> optax.GradientTransformation:
-    """Adafactor's direction for each matrix of each layer by itself (arXiv:1804.04235, algorithm 4).
+    """Return Adafactor's direction for each matrix of each layer (arXiv:1804.04235, algorithm 4).
 
-    Second moments are kept as the means of each matrix's rows and columns, and no update has a root mean square over 1.
-    Axes that are inputs together (or outputs), such as heads and head_dim, count as one.
+    Second moments are stored as the means of each matrix's rows and columns, and the root mean
+    square of an update is at most 1. Several input axes (or output axes) of a matrix, such as heads
+    and head_dim, count as one.
     """
-    alone = optax.chain(
+    factored = optax.chain(
         optax.scale_by_factored_rms(min_dim_size_to_factor=1), optax.clip_by_block_rms(1.0)
     )
 
     def init(params: Any) -> Any:
-        return alone.init(map_by_path(_as_matrix, params))
+        return factored.init(map_by_path(_as_matrix, params))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         gradients = map_by_path(_as_matrix, updates)
-        found, state = alone.update(
-            gradients, state, gradients
-        )  # in place of parameters, whose shapes count
-        return jax.tree.map(lambda matrix, like: matrix.reshape(like.shape), found, updates), state
+        # The third argument stands for the parameters, of which only shapes count.
+        matrices, state = factored.update(gradients, state, gradients)
+        return jax.tree.map(
+            lambda matrix, like: matrix.reshape(like.shape), matrices, updates
+        ), state
 
     parts: Any = {
         "stacked": optax.GradientTransformation(_over_layers(init), _over_layers(update)),
@@ -77,7 +80,7 @@ def adafactor() -> optax.GradientTransformation:
 
 
 def _over_layers(function: Any) -> Any:
-    """The function for each layer of a stack; where there is none, as where all are frozen, it has nothing to do."""
+    """Map a function over stacked layers; call it once if there are none (all are frozen)."""
 
     def mapped(params: Any, *others: Any) -> Any:
         run = jax.vmap(function) if jax.tree.leaves(params) else function
@@ -87,30 +90,32 @@ def _over_layers(function: Any) -> Any:
 
 
 def _as_matrix(path: str, leaf: Any) -> Any:
-    # What another optimizer has is an empty node of optax here.
+    # A leaf that another optimizer updates is an empty node of optax here.
     is_matrix = path in PARAMETERS and PARAMETERS[path].inputs and hasattr(leaf, "shape")
     return joined(PARAMETERS[path], leaf) if is_matrix else leaf
 
 
 def muon(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Muon's direction for each matrix of each layer (an adapter's ``a`` and ``b`` are two), AdamW's for all else.
+    """Return Muon's direction for each matrix of each layer, and AdamW's for everything else.
 
-    ``0.2 * sqrt(max(inputs, outputs)) * orthogonal(m)``: ``m`` is Nesterov's momentum of decay 0.95, and ``orthogonal``
-    brings its singular values near 1 by five steps of Newton and Schulz (Jordan et al. 2024). The factor gives it the
-    root mean square of AdamW's directions, so that one learning rate is for both (arXiv:2502.16982, section 2.2). Axes
-    that are inputs together (or outputs), such as heads and head_dim, count as one.
+    ``0.2 * sqrt(max(inputs, outputs)) * orthogonal(m)``, where ``m`` is Nesterov momentum with
+    decay 0.95, and ``orthogonal`` brings its singular values near 1 by five Newton-Schulz steps
+    (Jordan et al. 2024). The factor gives the direction the root mean square of AdamW's, so that
+    both share a learning rate (arXiv:2502.16982, section 2.2). An adapter's ``a`` and ``b`` are two
+    matrices. Several input axes (or output axes) count as one.
     """
     axes_of = functools.partial(map_by_path, _matrix_axes)
     orthogonal: Any = optax.contrib.scale_by_muon(weight_dimension_numbers=axes_of)
 
-    # The coefficients of the polynomial are no state: moment_dtype would round them.
+    # The polynomial's coefficients are left out of the state, where moment_dtype would round them.
     def init(params: Any) -> Any:
         return orthogonal.init(params)._replace(ns_coeffs=())
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         state = state._replace(ns_coeffs=orthogonal.init({}).ns_coeffs)
-        found, state = orthogonal.update(updates, state, params)
-        return jax.tree.map(_as_long_as_adamw, found, axes_of(found)), state._replace(ns_coeffs=())
+        updates, state = orthogonal.update(updates, state, params)
+        updates = jax.tree.map(_scale_as_adamw, updates, axes_of(updates))
+        return updates, state._replace(ns_coeffs=())
 
     def part_of(path: str, leaf: Any) -> str:
         return "muon" if path.startswith("layers/") and _is_matrix(path, leaf) else "adamw"
@@ -124,7 +129,7 @@ def muon(config: OptimizerConfig) -> optax.GradientTransformation:
 
 def _matrix_axes(path: str, leaf: Any) -> Any:
     if not hasattr(leaf, "shape"):
-        return leaf  # an empty node of optax: AdamW or another has it
+        return leaf  # an empty node of optax, of a leaf that another optimizer updates
     if path not in PARAMETERS:
         return optax.contrib.MuonDimensionNumbers(1, 2)  # of an adapter
     row = PARAMETERS[path]
@@ -132,8 +137,8 @@ def _matrix_axes(path: str, leaf: Any) -> Any:
     return optax.contrib.MuonDimensionNumbers(inputs, outputs)
 
 
-def _as_long_as_adamw(direction: Array, axes: Any) -> Array:
-    sizes = [np.take(direction.shape, each).prod() for each in axes]
+def _scale_as_adamw(direction: Array, axes: Any) -> Array:
+    sizes = [np.take(direction.shape, indices).prod() for indices in axes]
     return 0.2 * math.sqrt(max(sizes)) * direction
 
 
@@ -145,50 +150,60 @@ OPTIMIZERS: dict[str, Callable[[OptimizerConfig], optax.GradientTransformation]]
     "adafactor": lambda config: with_decay(adafactor(), config),
     "muon": lambda config: with_decay(muon(config), config),
 }
-"""How each optimizer turns clipped gradients into directions, weight decay included; ``make_optimizer`` adds the rest.
+"""How each optimizer turns clipped gradients into directions, with weight decay; ``make_optimizer``
+adds the rest.
 
-To add one: ``OPTIMIZERS["sgd"] = lambda config: with_decay(optax.trace(config.beta1), config)``. What it gives zero for
-stays as it is. Leaves of its state that have the shape of their parameter are split over devices as that is; all others
-are whole on every device.
+To add one: ``OPTIMIZERS["sgd"] = lambda config: with_decay(optax.trace(config.beta1), config)``. A
+parameter whose direction is zero does not change. Leaves of the state with the shape of their
+parameter are split over devices like it; all others are whole on every device.
 """
 
-_UNUSED = {"lion": "epsilon", "adafactor": "beta1 beta2 epsilon"}
-_UNUSED |= {"cosine": "decay_fraction", "constant": "decay_fraction final_fraction"}
-"""Options that an optimizer or a schedule has no use for."""
+_UNUSED = {
+    "lion": "epsilon",
+    "adafactor": "beta1 beta2 epsilon",
+    "cosine": "decay_fraction",
+    "constant": "decay_fraction final_fraction",
+}
+"""Options that an optimizer or a schedule does not use."""
 
 
 def learning_rate_at(
     step: ArrayLike, config: OptimizerConfig, total_steps: int
 ) -> Float[Array, ""]:
-    """The learning rate of a step, counted from 0: a linear warm-up, then what ``config.schedule`` says.
+    """Return the learning rate of a step, counted from 0.
 
-    ``peak * (step + 1) / w`` while ``step < w``, where ``w`` is ``warmup_steps`` or else ``ceil(warmup_fraction *
-    total_steps)``, and not over ``total_steps - 1``. Then with ``cosine`` ``floor + (peak - floor) * (1 + cos(pi * t))
-    / 2`` where ``t = (step + 1 - w) / (total_steps - w)``, at most 1. With ``constant`` the peak. With ``wsd`` the peak
-    until ``ceil(decay_fraction * total_steps)`` steps are left (at least until the warm-up has ended), and then a
-    straight line down to the floor (arXiv:2404.06395, section 4).
+    With ``w`` warm-up steps (``warmup_steps`` or else ``ceil(warmup_fraction * total_steps)``, at
+    most ``total_steps - 1``), it is ``peak * (step + 1) / w`` while ``step < w``, and then by
+    ``config.schedule``:
+
+    - ``cosine``: ``floor + (peak - floor) * (1 + cos(pi * t)) / 2`` with
+      ``t = min((step + 1 - w) / (total_steps - w), 1)`` and ``floor = final_fraction * peak``.
+    - ``constant``: ``peak``.
+    - ``wsd``: ``peak`` until ``ceil(decay_fraction * total_steps)`` steps are left (but not before
+      the warm-up has ended), then a straight line to ``floor`` (arXiv:2404.06395, section 4).
     """
-    warmup = min(
-        config.warmup_steps or math.ceil(config.warmup_fraction * total_steps), total_steps - 1
-    )
-    peak, floor = config.learning_rate, config.learning_rate * config.final_fraction
+    warmup = config.warmup_steps or math.ceil(config.warmup_fraction * total_steps)
+    warmup = min(warmup, total_steps - 1)
+    peak = config.learning_rate
+    floor = peak * config.final_fraction
     if config.schedule == "cosine":
         schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, total_steps, floor)
     else:
         share = config.decay_fraction if config.schedule == "wsd" else 0.0
-        end = max(total_steps - math.ceil(share * total_steps), warmup)
+        decay_start = max(total_steps - math.ceil(share * total_steps), warmup)
         rising = optax.linear_schedule(0.0, peak, warmup)
-        falling = optax.linear_schedule(peak, floor, total_steps - end)
+        falling = optax.linear_schedule(peak, floor, total_steps - decay_start)
         schedule = optax.join_schedules(
-            [rising, optax.constant_schedule(peak), falling], [warmup, end]
+            [rising, optax.constant_schedule(peak), falling], [warmup, decay_start]
         )
     return jnp.asarray(schedule(jnp.asarray(step) + 1))
 
 
 def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
-    """Clip by the global norm, find the direction, scale by ``-learning_rate_at``.
+    """Chain clipping by the global norm, the optimizer's direction, and ``-learning_rate_at``.
 
-    UsageError if ``OPTIMIZERS`` has no such name, or this optimizer or schedule has no use for an option that is given.
+    Raises ``UsageError`` if ``OPTIMIZERS`` has no such name, or an option is set that the optimizer
+    or the schedule does not use.
     """
     if config.name not in OPTIMIZERS:
         raise unknown_name("optimizer", config.name, OPTIMIZERS)
@@ -197,24 +212,27 @@ def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientT
             if getattr(config, option) != getattr(OptimizerConfig, option):
                 raise UsageError(f"optimizer.{option} is given but {name} has none: leave it out")
     rate = optax.scale_by_learning_rate(lambda step: learning_rate_at(step, config, total_steps))
-    direction = _kept_in(jnp.dtype(config.moment_dtype), OPTIMIZERS[config.name](config))
-    # The second place is empty: checkpoints know the schedule's state by the third.
+    direction = _store_state_in(jnp.dtype(config.moment_dtype), OPTIMIZERS[config.name](config))
+    # The second place is empty, because checkpoints have the schedule's state in the third.
     chain = optax.chain(direction, optax.identity(), rate)
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), chain)
 
 
-def _kept_in(dtype: jnp.dtype, inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The same in float32, with its state's float32 arrays kept in another dtype between two steps."""
+def _store_state_in(
+    dtype: jnp.dtype, inner: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """Compute in float32, and store float32 arrays of the state in another dtype between steps."""
 
     def cast(state: Any, before: Any, after: Any) -> Any:
         return jax.tree.map(
             lambda leaf: leaf.astype(after) if leaf.dtype == before else leaf, state
         )
 
+    def init(params: Any) -> Any:
+        return cast(inner.init(params), jnp.float32, dtype)
+
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         updates, state = inner.update(updates, cast(state, dtype, jnp.float32), params)
         return updates, cast(state, jnp.float32, dtype)
 
-    return optax.GradientTransformation(
-        lambda params: cast(inner.init(params), jnp.float32, dtype), update
-    )
+    return optax.GradientTransformation(init, update)

@@ -1,7 +1,9 @@
-"""How a training step is split over a mesh: each device has rows of a batch and parts of the weights.
+"""How a training step is split over a mesh of devices.
 
-What is exchanged along ``data``, ``fsdp`` and ``sequence`` is written out here; along ``tensor`` XLA sees to it. On one
-device nothing is exchanged.
+Each device has some rows of a batch and some parts of the weights.
+
+Exchanges along ``data``, ``fsdp`` and ``sequence`` are written out here; XLA makes those along
+``tensor``. On a single device nothing is exchanged.
 """
 
 import dataclasses
@@ -25,81 +27,72 @@ BY_HAND = ("data", "fsdp", "sequence")
 
 @dataclasses.dataclass(frozen=True)
 class Parallelism:
-    """The exchanges of a step; what gathers or sums is called on each device, within the step."""
+    """The exchanges of a step; arrays are gathered and summed on each device, inside the step."""
 
     config: TrainConfig
     mesh: Mesh
     dtype: Any  # of products
 
     def spec(self, path: str) -> tuple[Any, ...]:
-        """The mesh axes that a parameter's axes are split over."""
+        """Return the mesh axes that a parameter's axes are split over."""
         model = self.config.model
         return tuple(
             row_spec(self.mesh, parameter_table(model)[path], model, ruleset(self.config.mesh))
         )
 
     def weight_specs(self) -> Params:
-        """How each parameter is split along ``fsdp``."""
+        """Return how each parameter is split along ``fsdp``."""
         specs = {}
         for path in parameter_table(self.config.model):
-            by_fsdp = [name if name == "fsdp" else None for name in self.spec(path)]
-            specs[path] = PartitionSpec(*(by_fsdp if "fsdp" in by_fsdp else ()))
+            axes = [name if name == "fsdp" else None for name in self.spec(path)]
+            specs[path] = PartitionSpec(*axes) if "fsdp" in axes else PartitionSpec()
         return unflatten_dict(specs, sep="/")
 
     def batch_spec(self, part: Array) -> PartitionSpec:
-        """How a batch's array is split: ``[rows, seq]`` by rows and tokens, ``[rows]`` by rows."""
+        """Return how ``[rows, seq]`` is split, by rows and tokens, or ``[rows]``."""
         return PartitionSpec(BATCH[0], "sequence") if part.ndim > 1 else BATCH
 
     def positions(self, inputs: Int[Array, "rows seq"]) -> Int[Array, "1 seq"]:
-        """Where this device's tokens stand in their rows."""
-        return (jax.lax.axis_index("sequence") * inputs.shape[1] + jnp.arange(inputs.shape[1]))[
-            None
-        ]
+        """Return the indices of this device's tokens in their rows."""
+        length = inputs.shape[1]
+        return (jax.lax.axis_index("sequence") * length + jnp.arange(length))[None]
 
-    def gather(self, path: str, part: Any, gradient: Any) -> Any:
-        """A whole parameter, or one layer's share of it, for the products, from all devices that hold some.
+    def gather(self, path: str, part: Any, slot: Any) -> Any:
+        """Return a whole parameter, or one layer's share of it, in ``dtype``.
 
-        Its own gradient goes to ``gradient``, zeros like the part, unless that is None.
+        Its gradient becomes that of ``slot``, zeros of the shape of ``part``, unless that is None.
         """
+        model = self.config.model
         if isinstance(part, AdaptedMatrix):
-            others = {
+            arrays = {
                 name: leaf.astype(self.dtype)
                 for name, leaf in vars(part).items()
                 if isinstance(leaf, Array)
             }
-            return dataclasses.replace(
-                part, **{**others, "base": self.gather(path, part.base, None)}
-            )
-        if not isinstance(part, Array):
-            shape = shape_of(parameter_table(self.config.model)[path], self.config.model)
-            return dense(part, shape[1:], self.dtype)
+            arrays["base"] = self.gather(path, part.base, None)
+            return dataclasses.replace(part, **arrays)
+        if not isinstance(part, Array):  # it is quantized
+            return dense(part, shape_of(parameter_table(model)[path], model)[1:], self.dtype)
         spec = self.spec(path)[-part.ndim :]
         axis = spec.index("fsdp") if "fsdp" in spec else None
-        return gather(part, gradient, axis, self.dtype, gather_stages(self.mesh))
+        return gather(part, slot, axis, self.dtype, gather_stages(self.mesh))
 
-    def gather_layer(self, weights: Params, gradients: Params) -> Params:
-        """One layer's whole weights."""
+    def gather_layer(self, weights: Params, slots: Params) -> Params:
+        """Return one layer's whole weights."""
         return {
-            name: self.gather(f"layers/{name}", part, gradients.get(name))
+            name: self.gather(f"layers/{name}", part, slots.get(name))
             for name, part in weights.items()
         }
 
     def sum_gradients(self, gradients: Params) -> Params:
-        """Sums over all devices, in ``reduce_dtype``; those that ``gather`` has summed stay where their parts are."""
+        """Sum over all devices in ``reduce_dtype``, but along ``fsdp`` where ``gather`` did so."""
 
-        def summed(path: str, leaf: Array) -> Array:
-            is_summed = path in parameter_table(self.config.model) and "fsdp" in self.spec(path)
-            axes = [
-                name
-                for name in BY_HAND
-                if self.mesh.shape[name] > 1 and not (is_summed and name == "fsdp")
-            ]
-            return (
-                jax.lax.psum(leaf.astype(self.config.training.reduce_dtype), axes) if axes else leaf
-            )
+        def sum_one(path: str, leaf: Array) -> Array:
+            axes = [name for name in BY_HAND if self.mesh.shape[name] > 1]
+            if path in parameter_table(self.config.model) and "fsdp" in self.spec(path):
+                axes.remove("fsdp")
+            if not axes:
+                return leaf
+            return jax.lax.psum(leaf.astype(self.config.training.reduce_dtype), axes)
 
-        return map_by_path(summed, gradients)
-
-    def sum(self, figures: Any) -> Any:
-        """Sums over all devices."""
-        return jax.lax.psum(figures, BY_HAND)
+        return map_by_path(sum_one, gradients)

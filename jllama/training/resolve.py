@@ -1,4 +1,4 @@
-"""What a run is about: the model that it starts from, its data, and its configuration with nothing left open."""
+"""What a run needs: its complete configuration, its data, and the checkpoint to begin from."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ from jllama.data.chats import data_task, prepare_chats
 from jllama.data.config import DataConfig
 from jllama.data.datasets import BatchSource, TrainingData
 from jllama.data.tokens import prepare_data
-from jllama.errors import check_fields, no_tokenizer
+from jllama.errors import UsageError, no_tokenizer
 from jllama.generation.text import prompt_ids
 from jllama.presets import preset
 from jllama.templates.messages import conversing, find_template
@@ -24,137 +24,144 @@ from jllama.training.config import TrainConfig
 def resolved(
     config: TrainConfig, folder: Path | None, source: BatchSource | None = None
 ) -> tuple[TrainConfig, TrainingData, Checkpoint | None]:
-    """The configuration with nothing left open, its data, and the checkpoint to begin from, if any.
+    """Return the complete configuration, its data, and the checkpoint to begin from, if any.
 
-    ``folder`` is that of a run that goes on; ``source`` is in place of ``config.data``.
+    Args:
+        config: the configuration, in which sizes, steps and the architecture may be left open.
+        folder: that of the run to resume, if any.
+        source: batches that replace ``config.data``.
+
+    Raises:
+        UsageError: the options do not fit each other, the data or the checkpoint.
+        JllamaError: the data or the checkpoint cannot be read.
     """
+    # The model and the tokenizer.
     task = "batches" if source else data_task(config.data)
-    if task in ("chat", "preference"):
-        check_fields(
-            config, "", "init_from", bool, f"a model to begin from, since data.task is {task}"
+    if task in ("chat", "preference") and not config.init_from:
+        raise UsageError(
+            f"init_from is empty; it must be a model to begin from, since data.task is {task}"
         )
-    origin = (
-        _origin(config, None if config.trains_adapters else folder) if config.init_from else None
-    )
-    tokenizer = origin.tokenizer if origin else None
-    config = _with_model(config, origin)
-    if (
-        folder and not origin and config.data.tokenizer == "bpe"
-    ):  # a later version may train another on the same text
+    origin = None
+    tokenizer = None
+    if config.init_from:
+        origin = _open_origin(config, None if config.trains_adapters else folder)
+        tokenizer = origin.tokenizer
+    elif folder and config.data.tokenizer == "bpe":
+        # A later version may train another tokenizer on the same text.
         tokenizer = load_tokenizer(folder)
+    config = _with_model(config, origin)
 
     # The data, and how many rows an epoch of it has.
     if source:
-        check_fields(
-            config,
-            "",
-            "data",
-            lambda given: given == DataConfig(),
-            "left out with batches of one's own",
-        )
-        said = "0 with batches of one's own: give training.steps"
-        check_fields(config.training, "training.", "epochs", lambda epochs: not epochs, said)
-        data, rows = source, 0
+        if config.data != DataConfig():
+            raise UsageError(f"data is {config.data}; it must be left out with your own batches")
+        if config.training.epochs:
+            raise UsageError(
+                f"training.epochs is {config.training.epochs}; "
+                "it must be 0 with your own batches: give training.steps"
+            )
+        data = source
+        num_rows = 0
         config = _with_sizes(config, source.tokenizer, origin)
     elif task == "text":
         data = prepare_data(config.data, tokenizer)
         config = _with_sizes(config, data.tokenizer, origin)
-        rows = len(data.train) / config.training.seq_len
+        num_rows = len(data.train) / config.training.seq_len
     else:
-        assert origin is not None and tokenizer is not None  # noqa: PT018
+        assert origin is not None
+        assert tokenizer is not None
         config = _with_sizes(config, tokenizer, origin)
-        talk, seq_len = (
-            conversing(tokenizer, origin.chat_template, origin.stop_ids),
-            config.training.seq_len,
-        )
-        data = prepare_chats(config.data, tokenizer, *talk, seq_len)
-        rows = rows_an_epoch(
+        template, stop_ids = conversing(tokenizer, origin.chat_template, origin.stop_ids)
+        seq_len = config.training.seq_len
+        data = prepare_chats(config.data, tokenizer, template, stop_ids, seq_len)
+        num_rows = rows_an_epoch(
             data.train, seq_len=seq_len, seed=config.seed, packing=config.data.packing
         )
-    return _with_steps(config, rows, folder), data, origin
+    return _with_steps(config, num_rows, folder), data, origin
 
 
-def _with_model(config: TrainConfig, origin: Checkpoint | None) -> TrainConfig:
-    """The configuration with the architecture of its preset, or of the checkpoint to begin from."""
-    check_fields(
-        config, "", "preset", lambda name: not (name and origin), "left out with init_from"
-    )
-    model = config.model
-    if config.preset:
-        model = preset(config.preset)
-    if origin:
-        model = origin.config
-    for name, value in vars(model).items():
-        allowed, said = (
-            (value, getattr(LlamaConfig(), name)),
-            f"{value}, as in {config.init_from or config.preset}",
-        )
-        check_fields(
-            config.model, "model.", name, allowed.__contains__, f"{said}, or left out with it"
-        )
-    return dataclasses.replace(config, model=model)
-
-
-def _with_steps(config: TrainConfig, rows: float, folder: Path | None) -> TrainConfig:
-    """The configuration with the steps of its epochs, of so many rows each, and of its warm-up."""
-    steps = (
-        math.ceil(config.training.epochs * rows / config.training.batch_size)
-        or config.training.steps
-    )
-    options = dataclasses.replace(config.training, steps=steps, epochs=0.0)
-    optimizer = config.optimizer
-    if optimizer.schedule != "cosine" and not optimizer.warmup_steps:
-        # The rate will stay, so the warm-up keeps its steps: going on with more steps changes no past rate.
-        begun = read_config(folder).fields.get("optimizer", {}).get("warmup_steps") if folder else 0
-        optimizer = dataclasses.replace(
-            optimizer, warmup_steps=begun or math.ceil(optimizer.warmup_fraction * steps)
-        )
-    return dataclasses.replace(config, training=options, optimizer=optimizer)
-
-
-def _origin(config: TrainConfig, existing: Path | None) -> Checkpoint:
-    """The checkpoint to begin from, opened; an existing run's folder stands in for ``init_from``."""
+def _open_origin(config: TrainConfig, existing: Path | None) -> Checkpoint:
+    """Open the checkpoint to begin from; the folder of an existing run replaces ``init_from``."""
     path = existing or config.init_from
     origin = open_checkpoint(path, None if existing else config.rope_factor)
-    check_fields(
-        config.data,
-        "data.",
-        "tokenizer",
-        lambda name: name == "bpe",
-        "left out: init_from brings its own",
-    )
+    if config.data.tokenizer != "bpe":
+        raise UsageError(
+            f"data.tokenizer is {config.data.tokenizer}; "
+            "it must be left out: init_from brings its own"
+        )
     if origin.tokenizer is None:
         raise no_tokenizer(path)
-    if config.data.chat_template and not existing:  # an existing run's folder has it
+    if config.data.chat_template and not existing:  # an existing run's folder has the template
         template = find_template(origin.tokenizer, None, config.data.chat_template)
         origin = dataclasses.replace(origin, chat_template=template)
     return origin
 
 
+def _with_model(config: TrainConfig, origin: Checkpoint | None) -> TrainConfig:
+    """Fill in the architecture of the preset, or of the checkpoint to begin from."""
+    if config.preset and origin:
+        raise UsageError(f"preset is {config.preset}; it must be left out with init_from")
+    model = config.model
+    if config.preset:
+        model = preset(config.preset)
+    if origin:
+        model = origin.config
+    source = config.init_from or config.preset
+    for name, value in vars(model).items():
+        field = getattr(config.model, name)
+        if field not in (value, getattr(LlamaConfig(), name)):
+            raise UsageError(
+                f"model.{name} is {field}; it must be {value}, as in {source}, or left out with it"
+            )
+    return dataclasses.replace(config, model=model)
+
+
 def _with_sizes(
     config: TrainConfig, tokenizer: Tokenizer, origin: Checkpoint | None
 ) -> TrainConfig:
-    """The configuration with the architecture, the vocabulary and the window filled in."""
-    model, options = config.model, config.training
-    num_tokens, context = tokenizer.vocab_size, model.max_seq_len
-    said = f"0, or at least the {num_tokens} tokens of the tokenizer"
-    check_fields(model, "model.", "vocab_size", lambda size: size == 0 or size >= num_tokens, said)
-    seq_len = options.seq_len or min(context, 1024 if origin or config.preset else context)
-    check_fields(
-        options,
-        "training.",
-        "seq_len",
-        lambda size: size <= context,
-        f"at most model.max_seq_len, {context}",
+    """Fill in the vocabulary, the sequence length and the number of sampled tokens."""
+    model = config.model
+    options = config.training
+    num_tokens = tokenizer.vocab_size
+    if model.vocab_size and model.vocab_size < num_tokens:
+        raise UsageError(
+            f"model.vocab_size is {model.vocab_size}; "
+            f"it must be 0, or at least the {num_tokens} tokens of the tokenizer"
+        )
+    context = model.max_seq_len
+    default = min(context, 1024) if origin or config.preset else context
+    if options.seq_len > context:
+        raise UsageError(
+            f"training.seq_len is {options.seq_len}; "
+            f"it must be at most model.max_seq_len, {context}"
+        )
+    limit = context - len(prompt_ids(tokenizer, options.sample_prompt))
+    sample_tokens = options.sample_tokens
+    if sample_tokens is None:
+        sample_tokens = max(min(128, limit), 0)
+    options = dataclasses.replace(
+        options, seq_len=options.seq_len or default, sample_tokens=sample_tokens
     )
-    sample_limit = context - len(prompt_ids(tokenizer, options.sample_prompt))
-    if options.sample_tokens is None:
-        options = dataclasses.replace(options, sample_tokens=max(min(128, sample_limit), 0))
-    said = (
-        f"at most {sample_limit}, which is what training.sample_prompt leaves of model.max_seq_len"
-    )
-    check_fields(options, "training.", "sample_tokens", lambda count: count <= sample_limit, said)
+    if sample_tokens > limit:
+        raise UsageError(
+            f"training.sample_tokens is {sample_tokens}; it must be at most {limit}, "
+            "which is what training.sample_prompt leaves of model.max_seq_len"
+        )
     model = dataclasses.replace(model, vocab_size=model.vocab_size or num_tokens)
-    return dataclasses.replace(
-        config, model=model, training=dataclasses.replace(options, seq_len=seq_len)
-    )
+    return dataclasses.replace(config, model=model, training=options)
+
+
+def _with_steps(config: TrainConfig, num_rows: float, folder: Path | None) -> TrainConfig:
+    """Fill in the steps of all epochs, of ``num_rows`` rows each, and of the warm-up."""
+    options = config.training
+    optimizer = config.optimizer
+    steps = math.ceil(options.epochs * num_rows / options.batch_size) or options.steps
+    options = dataclasses.replace(options, steps=steps, epochs=0.0)
+    if optimizer.schedule != "cosine" and not optimizer.warmup_steps:
+        # A resumed run keeps the steps of its warm-up, so that more steps change no past learning
+        # rate.
+        saved = read_config(folder).fields.get("optimizer", {}) if folder else {}
+        computed = math.ceil(optimizer.warmup_fraction * steps)
+        warmup_steps = saved.get("warmup_steps") or computed
+        optimizer = dataclasses.replace(optimizer, warmup_steps=warmup_steps)
+    return dataclasses.replace(config, training=options, optimizer=optimizer)

@@ -1,7 +1,15 @@
-"""One step of training, and ``compile_training``: what a training loop needs, compiled.
+"""One training step, and ``compile_training``, which compiles what a training loop needs.
 
-A step reads from top to bottom: ``step`` splits the batch over the devices, each of which calculates ``gradients`` of
-an objective (``jllama.training.objectives``), whose ``forward`` pass gathers the weights; ``updated`` applies them.
+A step, from top to bottom. ``theta`` is what is trained, ``n`` the number of targets that count::
+
+    take_step                    theta, batch -> theta'
+        map_over_devices         give each device its rows of the batch and its parts of the weights
+            local_gradients      d loss_sum / d theta, summed over parts of the batch and devices
+                local_loss       the objective (``jllama.training.objectives``)
+                    forward_pass gather the weights, run the model
+        apply_update             divide by n, clip, ask the optimizer, add
+
+Functions named ``local_...`` run on each device inside ``jax.shard_map``.
 """
 
 import contextlib
@@ -25,57 +33,62 @@ from jllama.model import Llama, Parallel, build_model, check_attention, check_id
 from jllama.parameters import Params
 from jllama.sharding import BATCH, gather_stages, make_mesh, ruleset, state_sharding
 from jllama.training.config import LoopConfig, TrainConfig
-from jllama.training.objectives import OBJECTIVES, Objective, Sums, Targets, row_log_probs
+from jllama.training.objectives import OBJECTIVES, Objective, Scalar, Sums, Targets, row_log_probs
 from jllama.training.optimizer import make_optimizer
 from jllama.training.parallel import BY_HAND, Parallelism
 from jllama.training.trainable import Trainable, trainable_of
 
 
 class TrainState(NamedTuple):
-    """All that training changes: donated to each step and returned anew; what needs randomness folds step into key.
+    """Everything that training changes. A step donates the state and returns a new one.
 
-    ``step`` counts the updates; ``params`` are float32: the master weights, all of them or (``training.trainable``)
-    some of which are trained, or with ``lora`` the adapters (``jllama.lora``) of ``base``, which stays as it is;
-    moments are of ``optimizer.moment_dtype``.
+    ``params`` are float32 master weights, of which all or some (``training.trainable``) are
+    trained. With ``lora`` they are the adapters (``jllama.lora``) of ``base``, which never changes.
+    Moments in ``opt_state`` have ``optimizer.moment_dtype``. Randomness comes from ``key`` with
+    ``step`` folded in.
+
+    Example::
+
+        state = training.init(jax.random.key(0))
+        state, metrics = training.step(state, batch)
+        print(int(state.step), state.params["embed"].shape)
     """
 
-    step: Int[Array, ""]
+    step: Int[Array, ""]  # the number of updates so far
     params: Params
     opt_state: optax.OptState
     key: Key[Array, ""]
     base: Params | None = None
-    usual_norm: Float[Array, ""] | None = (
-        None  # with ``spike_factor``, the running mean of gradient norms
-    )
-    average: Params | None = None  # with ``training.ema``, the running mean of what is trained
+    # The running mean of gradient norms, with ``training.spike_factor``.
+    usual_norm: Scalar | None = None
+    average: Params | None = None  # the running mean of what is trained, with ``training.ema``
 
 
 class StepMetrics(NamedTuple):
-    """A step's mean loss in nats per target that counts, or per pair; the global gradient norm before clipping; the
-    number of tokens that were fed, without padding; whether it was ``skipped``: its loss or gradient was not finite or
-    a spike, and parameters and optimizer are as they were; how many losses the mean is of, and the sums of the
-    objective's further figures.
-    """
+    """What a step measures, over the whole batch."""
 
-    loss: Float[Array, ""]
-    grad_norm: Float[Array, ""]
-    tokens: Float[Array, ""]
+    loss: Scalar  # the mean over counted targets in nats, or over pairs
+    grad_norm: Scalar  # the global norm of the mean gradient, before clipping
+    tokens: Scalar  # the number of input tokens without padding
+    # Whether the loss or gradient was not finite or a spike; then parameters and optimizer are
+    # unchanged.
     skipped: Bool[Array, ""]
-    num_counted: Float[Array, ""]
-    figures: dict[str, Float[Array, ""]]
+    num_counted: Scalar  # what the loss was divided by
+    figures: dict[str, Scalar]  # sums of the objective's further figures
 
 
 class Training(NamedTuple):
-    """What ``compile_training`` gives: programs, and how the state and the rows of batches are split over a mesh.
+    """The compiled programs of a training, and how state and batches are split over the mesh.
 
-    ``init(key, params=None)`` gives the ``TrainState`` before the first step, from fresh or given parameters;
-    ``step(state, batch)`` one update, ``(state, StepMetrics)``, where the state given is donated: use the one returned;
-    a batch is a ``Batch`` (``text_batch`` makes one of windows of text); an id that is no token's is refused
-    (``UsageError``) in NumPy's arrays, and in JAX's makes the step one that is left out;
-    ``evaluate(params, batch, base=None)`` the sums ``(nats, count, figures)`` of the objective over a batch, without
-    z-loss; ``log_probs``, of the same arguments, the summed log-probability of each row's targets. ``base`` is the
-    state's. ``trainable`` says what of ``params`` is trained, ``trained`` has its shapes and shardings, and
-    ``weights(state)`` gives those to evaluate.
+    - ``init(key, params=None)``: the ``TrainState`` before the first step, from fresh or given
+      parameters.
+    - ``step(state, batch)``: one update, ``(state, StepMetrics)``. The given state is donated. A
+      token id outside the vocabulary raises ``UsageError`` if the batch is of NumPy arrays; in JAX
+      arrays it makes the step a skipped one.
+    - ``evaluate(params, batch, base=None)``: the objective's sums ``(nats, count, figures)``
+      without z-loss.
+    - ``log_probs(params, batch, base=None)``: the summed log-probability of each row's targets,
+      ``[rows]``.
     """
 
     init: Any
@@ -86,150 +99,152 @@ class Training(NamedTuple):
     shardings: TrainState
     batch_sharding: NamedSharding
     trainable: Trainable
-    trained: Params
+    trained: Params  # shapes and shardings of what is trained
 
     def weights(self, state: TrainState) -> Params:
-        """The ``params`` to evaluate: with ``training.ema`` their running mean is in place of what is trained."""
-        return (
-            state.params
-            if state.average is None
-            else self.trainable.replaced(state.params, state.average)
-        )
+        """Return the ``params`` to evaluate, with ``training.ema`` the running mean."""
+        if state.average is None:
+            return state.params
+        return self.trainable.with_trained(state.params, state.average)
 
     def model_weights(self, state: TrainState) -> Params:
-        """The weights of a whole model with ``weights(state)``, adapters merged into their base."""
-        return self.trainable.merged(self.weights(state), state.base)
+        """Return a whole model's weights from ``weights(state)``, adapters merged."""
+        return self.trainable.merge(self.weights(state), state.base)
 
 
 class Setup(NamedTuple):
-    """What the programs of a run are made for."""
+    """What is fixed when a step is compiled."""
 
     config: TrainConfig
     parallel: Parallelism
     trainable: Trainable
     optimizer: optax.GradientTransformation
+    specs: tuple[Any, Any, Any]  # partition specs of ``params``, ``base`` and gradients
 
 
-def compile_training(
-    config: TrainConfig, mesh: Mesh | None = None, *, compiler_options: dict[str, Any] | None = None
-) -> Training:
-    """The programs of a training run, each compiled when it is first called; UsageError if it cannot be.
-
-    Example::
-
-        training = compile_training(config)
-        state = training.init(jax.random.key(config.seed))
-        bos_id = data.tokenizer.bos_id
-        for batch in training_batches(data.train, bos_id=bos_id, batch_size=8, seq_len=128, seed=0):
-            state, metrics = training.step(state, batch)
-
-    Args:
-        config: of which ``model`` (with its ``vocab_size``), ``optimizer``, ``mesh`` and ``training`` count.
-        mesh: the devices; None makes one as ``config.mesh`` says.
-        compiler_options: XLA's, for ``step`` and ``evaluate``, besides those of ``config.training``.
-    """
-    mesh = make_mesh(config.mesh) if mesh is None else mesh
-    options = config.training
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    if on_cpu:
-        keep_freed_memory()
-    if on_cpu and any(mesh.shape[name] > 1 for name in BY_HAND):
-        check_fields(
-            options,
-            "training.",
-            "reduce_dtype",
-            "float32".__eq__,
-            "float32 on CPUs, where XLA sums no other",
-        )
-    if options.objective not in ("auto", *OBJECTIVES):
-        raise unknown_name("objective", options.objective, ["auto", *OBJECTIVES])
-    attention_of(config, mesh)
-    dtype = compute_dtype(config, mesh)
-    trainable = trainable_of(config, dtype, mesh.shape)
-    optimizer = make_optimizer(config.optimizer, options.steps)
-    setup = Setup(config, Parallelism(config, mesh, dtype), trainable, optimizer)
-
-    # How the state and batches are split, and the programs for them.
-    initial = functools.partial(initial_state, setup)
-    shapes = jax.eval_shape(initial, jax.random.key(0))
-    rules = ruleset(config.mesh)
-    state = state_sharding(mesh, config.model, shapes, rules)
-    where = state_sharding(
-        mesh, config.model, jax.eval_shape(trainable.trained, shapes.params), rules
-    )
-    trained = jax.eval_shape(jax.jit(trainable.trained, out_shardings=where), shapes.params)
-    batch = NamedSharding(mesh, BATCH)
-    xla = {**options.compiler_options, **(compiler_options or {})}
-    if is_deterministic(config, mesh) and mesh.devices.flat[0] in jax.devices():
-        # Of kernels that are timed. Without a device none is, and XLA finds none that it could take so.
-        xla.setdefault("xla_gpu_exclude_nondeterministic_ops", True)
-    # init runs once, so what counts is compiling: 0.9 s unoptimized, 5.6 s otherwise, for a small model on two cores.
-    quick = {"xla_backend_optimization_level": 0} if on_cpu else None
-    step = jax.jit(
-        functools.partial(take_step, setup),
-        in_shardings=(state, batch),
-        out_shardings=(state, None),
-        donate_argnums=0,
-        compiler_options=xla,
-    )
-
-    def scoring(function: Any, outputs: PartitionSpec) -> Any:
-        """A program that takes ``params, batch, base=None``."""
-        compiled = jax.jit(
-            functools.partial(on_each_device, setup, function, outputs),
-            in_shardings=(state.params, batch, state.base),
-            compiler_options=xla,
-        )
-        return lambda params, batch, base=None: compiled(params, batch, base)
-
-    return Training(
-        jax.jit(initial, out_shardings=state, donate_argnums=1, compiler_options=quick),
-        CheckedStep(step, config.model),
-        scoring(local_evaluation, PartitionSpec()),
-        scoring(local_log_probs, BATCH),
-        mesh,
-        state,
-        batch,
-        trainable,
-        trained,
-    )
+# The step
 
 
 def initial_state(setup: Setup, key: Key[Array, ""], params: Params | None = None) -> TrainState:
-    """The state before the first step, from fresh or given weights."""
+    """Return the state before the first step, from fresh or given weights."""
+    options = setup.config.training
     init_key, run_key = jax.random.split(key)
     weights = initial_params(init_key, setup.config.model) if params is None else params
     params, base = setup.trainable.init(init_key, weights)
-    trained = setup.trainable.trained(params)
-    options = setup.config.training
+    trained = setup.trainable.select(params)
     usual_norm = jnp.zeros((), jnp.float32) if options.spike_factor else None
     average = trained if options.ema else None
-    return TrainState(
-        jnp.zeros((), jnp.int32),
-        params,
-        setup.optimizer.init(trained),
-        run_key,
-        base,
-        usual_norm,
-        average,
-    )
+    step = jnp.zeros((), jnp.int32)
+    opt_state = setup.optimizer.init(trained)
+    return TrainState(step, params, opt_state, run_key, base, usual_norm, average)
 
 
 def take_step(setup: Setup, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-    """One update of the state by a batch."""
-    *_, gradient_specs = setup.trainable.specs(setup.parallel.weight_specs())
+    """Update the state by one batch."""
+    # The objective's sums over the batch, and their gradients.
+    *_, gradient_specs = setup.specs
     outputs = PartitionSpec(), gradient_specs
-    (total, count, figures), sums = on_each_device(
-        setup, gradients, outputs, state.params, batch, state.base
+    sums, gradient_sums = map_over_devices(
+        setup, local_gradients, outputs, state.params, batch, state.base
     )
+    loss_sum, count, figures = sums
+
+    # One step of the optimizer by their means.
     count = jnp.maximum(count, 1.0)
-    state, norm, accepted = updated(setup, state, total, count, sums)
-    tokens = jnp.sum(batch.segments[:, :-1] != 0, dtype=jnp.float32)
-    return state, StepMetrics(total / count, norm, tokens, ~accepted, count, figures)
+    state, grad_norm, is_accepted = apply_update(setup, state, loss_sum, count, gradient_sums)
+    num_tokens = jnp.sum(batch.segments[:, :-1] != 0, dtype=jnp.float32)
+    return state, StepMetrics(loss_sum / count, grad_norm, num_tokens, ~is_accepted, count, figures)
 
 
-def objective_of(options: LoopConfig, targets: Targets) -> Objective:
-    """The configured objective, or the one that suits the batch; ``UsageError`` if the batch is not made for it."""
+def map_over_devices(
+    setup: Setup, function: Any, outputs: Any, params: Params, batch: Batch, base: Params | None
+) -> Any:
+    """Call ``function(setup, weights, variables, targets)`` on each device with its parts.
+
+    ``weights`` and ``variables``, which the loss is differentiated by, come from
+    ``Trainable.split``. ``outputs`` are the partition specs by which the devices' results make up
+    the whole.
+    """
+    parallel = setup.parallel
+    trainable = setup.trainable
+    targets = targets_of(setup, batch)
+    params_specs, base_specs, _ = setup.specs
+    target_specs = jax.tree.map(parallel.batch_spec, targets)
+
+    def local(params: Params, base: Params | None, targets: Targets) -> Any:
+        variables, weights = trainable.split(params, base, setup.config.training.reduce_dtype)
+        return function(setup, weights, variables, targets)
+
+    mapped = jax.shard_map(
+        local,
+        mesh=parallel.mesh,
+        in_specs=(params_specs, base_specs, target_specs),
+        out_specs=outputs,
+        axis_names={*BY_HAND},
+        check_vma=False,
+    )
+    device = parallel.mesh.local_devices[0]
+    on_gpu = device.platform == "gpu"  # tokamax asks for the default device
+    with jax.default_device(device) if on_gpu else contextlib.nullcontext():
+        return mapped(params, base, targets)
+
+
+def targets_of(setup: Setup, batch: Batch) -> Targets:
+    """Return inputs and targets: token ``t`` predicts token ``t + 1`` of its segment."""
+    if batch.reference is not None and setup.parallel.mesh.shape["sequence"] > 1:
+        raise UsageError(
+            "mesh.sequence is over 1, and pairs of answers cannot be split along it: leave it out"
+        )
+    same_segment = batch.segments[:, :-1] == batch.segments[:, 1:]
+    counted = batch.counted[:, 1:] & same_segment
+    return Targets(
+        inputs=batch.tokens[:, :-1],
+        targets=batch.tokens[:, 1:],
+        segments=batch.segments[:, :-1],
+        counted=counted,
+        reference=batch.reference,
+    )
+
+
+def local_gradients(
+    setup: Setup, weights: Params, variables: Params, targets: Targets
+) -> tuple[Sums, Params]:
+    """Return the objective's sums over the whole batch, and this device's part of the gradients."""
+    options = setup.config.training
+    loss = functools.partial(local_loss, setup, options, weights)
+    loss_and_gradients = jax.value_and_grad(loss, has_aux=True)
+    if options.accumulation == 1:
+        (loss_sum, others), gradients = loss_and_gradients(variables, targets)
+    else:
+        # Sums of the parts are added in float32 and divided once, so that a part weighs by its
+        # number of targets.
+        parts = jax.tree.map(
+            lambda leaf: leaf.reshape(options.accumulation, -1, *leaf.shape[1:]), targets
+        )
+        loss_sums = jax.eval_shape(loss, variables, jax.tree.map(lambda leaf: leaf[0], parts))
+        zeros = jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, jnp.float32), (loss_sums, variables)
+        )
+
+        def add_part(sums: Any, part: Targets) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, sums, loss_and_gradients(variables, part)), None
+
+        ((loss_sum, others), gradients), _ = jax.lax.scan(add_part, zeros, parts)
+    return jax.lax.psum((loss_sum, *others), BY_HAND), setup.parallel.sum_gradients(gradients)
+
+
+def local_loss(
+    setup: Setup, options: LoopConfig, weights: Params, variables: Params, targets: Targets
+) -> tuple[Scalar, tuple[Scalar, dict[str, Scalar]]]:
+    """Return the objective's sum over this device's rows, and its sums that have no gradient."""
+    objective = choose_objective(options, targets)
+    forward = functools.partial(forward_pass, setup, weights, variables)
+    loss_sum, count, figures = objective(forward, targets, options)
+    return loss_sum, (count, figures)
+
+
+def choose_objective(options: LoopConfig, targets: Targets) -> Objective:
+    """Return the configured objective; ``auto`` chooses ``preference`` for pairs of answers."""
     name = options.objective
     if name == "auto":
         name = "next_token" if targets.reference is None else "preference"
@@ -240,210 +255,241 @@ def objective_of(options: LoopConfig, targets: Targets) -> Objective:
     return OBJECTIVES[name]
 
 
-def targets_of(setup: Setup, batch: Batch) -> Targets:
-    """What each token of a batch predicts."""
-    if batch.reference is not None and setup.parallel.mesh.shape["sequence"] > 1:
-        raise UsageError(
-            "mesh.sequence is over 1, and pairs of answers are not split so: leave it out"
-        )
-    same_segment = batch.segments[:, :-1] == batch.segments[:, 1:]
-    counted = batch.counted[:, 1:] & same_segment
-    return Targets(
-        batch.tokens[:, :-1], batch.tokens[:, 1:], batch.segments[:, :-1], counted, batch.reference
-    )
-
-
-def on_each_device(
-    setup: Setup, function: Any, outputs: Any, params: Params, batch: Batch, base: Params | None
-) -> Any:
-    """Call ``function(setup, weights, learned, targets)`` on each device with its parts of the weights and of a batch.
-
-    ``outputs`` says how the devices' results make up the whole.
-    """
-    parallel = setup.parallel
-    targets = targets_of(setup, batch)
-    params_specs, base_specs, _ = setup.trainable.specs(parallel.weight_specs())
-    inputs = params_specs, base_specs, jax.tree.map(parallel.batch_spec, targets)
-    split: Any = {
-        "in_specs": inputs,
-        "out_specs": outputs,
-        "axis_names": {*BY_HAND},
-        "check_vma": False,
-    }
-    local = functools.partial(on_one_device, setup, function)
-    spread = jax.shard_map(local, mesh=parallel.mesh, **split)
-    device = parallel.mesh.local_devices[0]
-    with (
-        jax.default_device(device) if device.platform == "gpu" else contextlib.nullcontext()
-    ):  # tokamax asks for it
-        return spread(params, base, targets)
-
-
-# On each device
-
-
-def on_one_device(
-    setup: Setup, function: Any, params: Params, base: Params | None, targets: Targets
-) -> Any:
-    """Call ``function(setup, weights, learned, targets)``: see ``Trainable.learned`` for the two."""
-    learned, weights = setup.trainable.learned(params, base, setup.config.training.reduce_dtype)
-    return function(setup, weights, learned, targets)
-
-
-def gradients(
-    setup: Setup, weights: Params, learned: Params, targets: Targets
-) -> tuple[Sums, Params]:
-    """The sums of an objective over the whole batch, and this device's part of their gradients."""
-    options = setup.config.training
-    loss = functools.partial(local_loss, setup, options, weights)
-    gradient = jax.value_and_grad(loss, has_aux=True)
-    if options.accumulation == 1:
-        (total, others), sums = gradient(learned, targets)
-    else:
-        # The parts' sums are added in float32 and divided once, so that parts weigh by their numbers of targets.
-        parts = jax.tree.map(
-            lambda each: each.reshape(options.accumulation, -1, *each.shape[1:]), targets
-        )
-        totals = jax.eval_shape(loss, learned, jax.tree.map(lambda each: each[0], parts))
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), (totals, learned))
-
-        def add(sums: Any, part: Targets) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, sums, gradient(learned, part)), None
-
-        ((total, others), sums), _ = jax.lax.scan(add, zeros, parts)
-    return setup.parallel.sum((total, *others)), setup.parallel.sum_gradients(sums)
-
-
-def local_evaluation(setup: Setup, weights: Params, learned: Params, targets: Targets) -> Sums:
-    """The sums of an objective over the whole batch, without z-loss."""
-    options = dataclasses.replace(setup.config.training, z_loss=0.0)
-    total, others = local_loss(setup, options, weights, learned, targets)
-    return setup.parallel.sum((total, *others))
-
-
-def local_log_probs(
-    setup: Setup, weights: Params, learned: Params, targets: Targets
-) -> Float[Array, "rows"]:
-    """The summed log-probability of the targets of each of this device's rows."""
-    return row_log_probs(functools.partial(forward, setup, weights, learned), targets)
-
-
-def local_loss(
-    setup: Setup, options: LoopConfig, weights: Params, learned: Params, targets: Targets
-) -> tuple[Float[Array, ""], tuple[Float[Array, ""], dict[str, Float[Array, ""]]]]:
-    """An objective's sum over this device's rows, which has a gradient, and the sums that have none."""
-    objective = objective_of(options, targets)
-    total, count, figures = objective(
-        functools.partial(forward, setup, weights, learned), targets, options
-    )
-    return total, (count, figures)
-
-
-def forward(
-    setup: Setup, weights: Params, learned: Params, targets: Targets
+def forward_pass(
+    setup: Setup, weights: Params, variables: Params, targets: Targets
 ) -> tuple[Llama, Float[Array, "rows seq embed"]]:
-    """The model with its whole head, and the final activations of this device's tokens."""
-    config, parallel = setup.config, setup.parallel
-    params, gradient_of = setup.trainable.assemble(learned, weights)
-    ready = dict(params)
+    """Return the model with its whole head, and the final activations of this device's tokens."""
+    config = setup.config
+    parallel = setup.parallel
+    params, slots = setup.trainable.assemble(variables, weights)
+
+    # Embedding and layers; a layer's weights are gathered when it runs.
+    gathered = dict(params)
     for name in ("embed", "final_norm"):
-        ready[name] = parallel.gather(name, params[name], gradient_of[name])
-    hidden = build_model(config.model, ready).hidden(
+        gathered[name] = parallel.gather(name, params[name], slots[name])
+    hidden = build_model(config.model, gathered).hidden(
         targets.inputs,
         targets.segments,
         parallel.positions(targets.inputs),
         remat="dots" if config.training.remat == "auto" else str(config.training.remat),
         attention=attention_of(config, parallel.mesh),
-        parallel=Parallel(parallel.gather_layer, parallel.mesh, gradient_of["layers"]),
+        parallel=Parallel(parallel.gather_layer, parallel.mesh, slots["layers"]),
     )
-    # The head is gathered last, and its gradient summed before the backward pass of the layers begins.
+
+    # The head is gathered last, and its gradient is summed before the backward pass of the layers
+    # begins.
     head = "embed" if config.model.tie_embeddings else "lm_head"
-    gradient = gradient_of[head]
-    if gradient is not None and gather_stages(parallel.mesh):
-        hidden, gradient = jax.lax.optimization_barrier((hidden, gradient))
-    ready[head] = parallel.gather(head, params[head], gradient)
-    llama = build_model(config.model, ready)
+    slot = slots[head]
+    if slot is not None and gather_stages(parallel.mesh):
+        hidden, slot = jax.lax.optimization_barrier((hidden, slot))
+    gathered[head] = parallel.gather(head, params[head], slot)
+    llama = build_model(config.model, gathered)
     llama.chunk_tokens = loss_chunk_tokens(parallel.mesh.devices.flat[0], config.model.vocab_size)
     return llama, hidden
 
 
-# On all devices
+def apply_update(
+    setup: Setup,
+    state: TrainState,
+    loss_sum: Scalar,
+    count: Scalar,
+    gradient_sums: Params,
+) -> tuple[TrainState, Scalar, Bool[Array, ""]]:
+    """Update by summed gradients; return the state, the mean gradient's norm, and acceptance.
 
+    A step is rejected if its loss or gradient is not finite, or if ``norm > spike_factor *
+    usual_norm``; it only advances the step counter. ``usual_norm`` is a running mean of accepted
+    norms with decay 0.98.
 
-def updated(
-    setup: Setup, state: TrainState, total: Float[Array, ""], count: Float[Array, ""], sums: Params
-) -> tuple[TrainState, Float[Array, ""], Bool[Array, ""]]:
-    """The state after an update by summed gradients, their norm, and whether the step was accepted.
-
-    Of one that is not, only the count of steps goes on: its loss or gradient is not finite, or a spike. The running
-    mean of ``training.ema`` moves by ``1 - decay`` of its way to what is trained, where the ``decay`` of step ``n``,
-    counted from 1, is ``min(ema, n / (n + 9))``: early steps do not hold on to the initial weights.
+    The running mean of ``training.ema`` moves by ``1 - decay`` of its distance to what is trained.
+    In step ``n``, counted from 1, ``decay = min(ema, n / (n + 9))``, so that early steps forget the
+    initial weights.
     """
-    options, trainable = setup.config.training, setup.trainable
+    options = setup.config.training
+    trainable = setup.trainable
     with jax.named_scope("optimizer"):
-        norm = optax.tree.norm(_means(sums, count))
-        usual = state.usual_norm
-        accepted = jnp.isfinite(total) & jnp.isfinite(norm)
-        if usual is not None:
-            accepted &= (usual == 0) | (norm <= options.spike_factor * usual)
-            usual = jnp.where(
-                accepted, jnp.where(usual == 0, norm, 0.98 * usual + 0.02 * norm), usual
-            )
+        norm = optax.tree.norm(_mean_gradients(gradient_sums, count))
+        usual_norm = state.usual_norm
+        is_accepted = jnp.isfinite(loss_sum) & jnp.isfinite(norm)
+        if usual_norm is not None:
+            is_accepted &= (usual_norm == 0) | (norm <= options.spike_factor * usual_norm)
+            new_norm = jnp.where(usual_norm == 0, norm, 0.98 * usual_norm + 0.02 * norm)
+            usual_norm = jnp.where(is_accepted, new_norm, usual_norm)
 
         def update(
             turn: Array, old: tuple[Params, optax.OptState, Any]
         ) -> tuple[Params, optax.OptState, Any]:
             params, opt_state, average = old
-            own_sums, _ = jax.lax.optimization_barrier(
-                (sums, turn)
-            )  # keeps its products in the loop
-            trained = trainable.trained(params)
-            updates, opt_state = setup.optimizer.update(_means(own_sums, count), opt_state, trained)
+            # The barrier keeps the mean gradients' products in the loop.
+            sums, _ = jax.lax.optimization_barrier((gradient_sums, turn))
+            trained = trainable.select(params)
+            gradients = _mean_gradients(sums, count)
+            updates, opt_state = setup.optimizer.update(gradients, opt_state, trained)
             trained = jax.tree.map(jnp.add, trained, updates)
             if average is not None:
                 share = jnp.maximum(1 - options.ema, 9 / (state.step + 10)).astype(jnp.float32)
                 average = jax.tree.map(
                     lambda mean, leaf: mean + share * (leaf - mean), average, trained
                 )
-            return trainable.replaced(params, trained), opt_state, average
+            return trainable.with_trained(params, trained), opt_state, average
 
-        # A loop of one turn, or of none, changes its carry in place. A cond copies all of it on GPUs with jax 0.10,
-        # and a where after the update does on CPUs.
-        turns = accepted.astype(jnp.int32)
+        # A loop of one turn, or of none, changes its carry in place. A cond copies all of it on
+        # GPUs with jax 0.10, and a where after the update does on CPUs.
+        num_turns = is_accepted.astype(jnp.int32)
         old = state.params, state.opt_state, state.average
-        params, opt_state, average = jax.lax.fori_loop(0, turns, update, old)
-    return (
-        TrainState(state.step + 1, params, opt_state, state.key, state.base, usual, average),
-        norm,
-        accepted,
+        params, opt_state, average = jax.lax.fori_loop(0, num_turns, update, old)
+    step = state.step + 1
+    updated = TrainState(step, params, opt_state, state.key, state.base, usual_norm, average)
+    return updated, norm, is_accepted
+
+
+def _mean_gradients(gradient_sums: Params, count: Scalar) -> Params:
+    return jax.tree.map(
+        lambda leaf: leaf.astype(jnp.float32) / count.astype(jnp.float32), gradient_sums
     )
 
 
-def _means(sums: Params, count: Float[Array, ""]) -> Params:
-    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32) / count.astype(jnp.float32), sums)
+# Evaluation
+
+
+def local_evaluation(setup: Setup, weights: Params, variables: Params, targets: Targets) -> Sums:
+    """Return the objective's sums over the whole batch, without z-loss."""
+    options = dataclasses.replace(setup.config.training, z_loss=0.0)
+    loss_sum, others = local_loss(setup, options, weights, variables, targets)
+    return jax.lax.psum((loss_sum, *others), BY_HAND)
+
+
+def local_log_probs(
+    setup: Setup, weights: Params, variables: Params, targets: Targets
+) -> Float[Array, "rows"]:
+    """Return the summed log-probability of the targets of each of this device's rows."""
+    return row_log_probs(functools.partial(forward_pass, setup, weights, variables), targets)
+
+
+# Compilation
+
+
+def compile_training(
+    config: TrainConfig, mesh: Mesh | None = None, *, compiler_options: dict[str, Any] | None = None
+) -> Training:
+    """Return the programs of a training run, each compiled when it is first called.
+
+    Example::
+
+        training = compile_training(config)
+        state = training.init(jax.random.key(config.seed))
+        bos_id = data.tokenizer.bos_id
+        for batch in training_batches(data.train, bos_id=bos_id, batch_size=8, seq_len=128, seed=0):
+            state, metrics = training.step(state, batch)
+
+    Args:
+        config: ``model`` (with its ``vocab_size``), ``optimizer``, ``mesh``, ``lora`` and
+            ``training`` are read.
+        mesh: the devices; None makes a mesh by ``config.mesh``.
+        compiler_options: XLA's, for ``step`` and ``evaluate``, added to those of
+            ``config.training``.
+
+    Raises:
+        UsageError: the configuration does not fit the devices, or names something unknown.
+    """
+    # What the programs are made for.
+    mesh = make_mesh(config.mesh) if mesh is None else mesh
+    options = config.training
+    device = mesh.devices.flat[0]
+    on_cpu = device.platform == "cpu"
+    if on_cpu:
+        keep_freed_memory()
+    sums_on_cpu = on_cpu and any(mesh.shape[name] > 1 for name in BY_HAND)
+    if sums_on_cpu and options.reduce_dtype != "float32":
+        raise UsageError(
+            f"training.reduce_dtype is {options.reduce_dtype}; "
+            "it must be float32 on CPUs, where XLA sums no other"
+        )
+    if options.objective not in ("auto", *OBJECTIVES):
+        raise unknown_name("objective", options.objective, ["auto", *OBJECTIVES])
+    attention_of(config, mesh)
+    dtype = compute_dtype(config, mesh)
+    trainable = trainable_of(config, dtype, mesh.shape)
+    optimizer = make_optimizer(config.optimizer, options.steps)
+    parallel = Parallelism(config, mesh, dtype)
+    specs = trainable.specs(parallel.weight_specs())
+    setup = Setup(config, parallel, trainable, optimizer, specs)
+
+    # How the state and batches are split over the mesh.
+    initial = functools.partial(initial_state, setup)
+    state = jax.eval_shape(initial, jax.random.key(0))
+    trained = jax.eval_shape(trainable.select, state.params)
+    shardings, trained_shardings = state_sharding(
+        mesh, config.model, (state, trained), ruleset(config.mesh)
+    )
+    trained = jax.tree.map(
+        lambda leaf, sharding: leaf.update(sharding=sharding), trained, trained_shardings
+    )
+    batch_sharding = NamedSharding(mesh, BATCH)
+
+    # The programs.
+    xla_options = {**options.compiler_options, **(compiler_options or {})}
+    if is_deterministic(config, mesh) and device in jax.devices():
+        # Kernels are only timed where the device is present; for an absent one XLA finds none that
+        # it may exclude.
+        xla_options.setdefault("xla_gpu_exclude_nondeterministic_ops", True)
+    # init runs once, so what counts is compiling: 0.9 s unoptimized, 5.6 s otherwise, for a small
+    # model on two cores.
+    init_options = {"xla_backend_optimization_level": 0} if on_cpu else None
+    init = jax.jit(
+        initial, out_shardings=shardings, donate_argnums=1, compiler_options=init_options
+    )
+    step = jax.jit(
+        functools.partial(take_step, setup),
+        in_shardings=(shardings, batch_sharding),
+        out_shardings=(shardings, None),
+        donate_argnums=0,
+        compiler_options=xla_options,
+    )
+
+    def compile_scoring(function: Any, outputs: PartitionSpec) -> Any:
+        scoring = jax.jit(
+            functools.partial(map_over_devices, setup, function, outputs),
+            in_shardings=(shardings.params, batch_sharding, shardings.base),
+            compiler_options=xla_options,
+        )
+        return lambda params, batch, base=None: scoring(params, batch, base)
+
+    return Training(
+        init,
+        CheckedStep(step, config.model),
+        compile_scoring(local_evaluation, PartitionSpec()),
+        compile_scoring(local_log_probs, BATCH),
+        mesh,
+        shardings,
+        batch_sharding,
+        trainable,
+        trained,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckedStep:
-    """A compiled step, before which ``check`` looks at the batch."""
+    """A compiled step that checks its batch first."""
 
     program: Any
     config: LlamaConfig
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        """Take the step."""
+        """Check the batch and take the step."""
         self.check(batch)
         return self.program(state, batch)
 
     def check(self, batch: Batch) -> None:
-        """Raise ``UsageError`` for arrays of other shapes, and for an id that is no token's in NumPy's.
+        """Raise ``UsageError`` for different shapes, and for ids outside the vocabulary.
 
-        Arrays of JAX are not looked at: they would have to be waited for, and copied from their device.
+        Ids in JAX arrays are not inspected: that would wait for them and copy them from their
+        device.
         """
-        shapes = [np.shape(each) for each in batch[:3]]
+        shapes = [np.shape(array) for array in batch[:3]]
         if len({*shapes}) > 1 or len(shapes[0]) != 2:
-            said = f"a batch has tokens, segments and counted of {', '.join(map(str, shapes))}"
-            raise UsageError(f"{said}; each must be [rows, training.seq_len + 1]")
+            problem = f"a batch has tokens, segments and counted of {', '.join(map(str, shapes))}"
+            raise UsageError(f"{problem}; each must be [rows, training.seq_len + 1]")
         if isinstance(batch.tokens, np.ndarray):
             check_ids(batch.tokens, self.config)
 
@@ -452,58 +498,67 @@ class CheckedStep:
         return self.program.lower(state, batch)
 
 
+def compute_dtype(config: TrainConfig, mesh: Mesh) -> np.dtype[Any]:
+    """Return the dtype of activations and products: as configured, or by the platform."""
+    name = config.training.dtype
+    if name == "auto":
+        name = "float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16"
+    return jnp.dtype(name)
+
+
 def attention_of(config: TrainConfig, mesh: Mesh) -> str:
-    """The attention implementation of a configuration, ``auto`` resolved for a mesh; UsageError if it has none such."""
-    platform, dtype = mesh.devices.flat[0].platform, compute_dtype(config, mesh)
+    """Return the name of the attention implementation, with ``auto`` resolved for a mesh.
+
+    Raises ``UsageError`` if the platform has no such implementation, or it has no backward pass.
+    """
+    platform = mesh.devices.flat[0].platform
+    dtype = compute_dtype(config, mesh)
     check_attention(config.training.attention, platform, backward=True)
+    if config.training.attention != "auto":
+        return config.training.attention
     seq_len = config.training.seq_len or config.model.max_seq_len
     chosen = choose_attention(seq_len, seq_len, platform=platform, dtype=dtype)
-    if mesh.shape["sequence"] > 1 and chosen in (
-        "tokamax",
-        "triton",
-    ):  # which take no queries from inside a row
-        chosen = "blocked"
-    return chosen if config.training.attention == "auto" else config.training.attention
+    # These two take no queries from inside a row.
+    if mesh.shape["sequence"] > 1 and chosen in ("tokamax", "triton"):
+        return "blocked"
+    return chosen
 
 
 def is_deterministic(config: TrainConfig, mesh: Mesh) -> bool:
-    """Whether a GPU is to leave out what gives other bits each time; ``UsageError`` if its attention cannot."""
-    platform, wanted = mesh.devices.flat[0].platform, config.training.deterministic
-    can = attention_of(config, mesh) != "cudnn"  # whose backward pass adds in any order
-    if platform == "gpu" and wanted is True and not can:
+    """Return whether a GPU must repeat its bits; ``UsageError`` if its attention cannot."""
+    setting = config.training.deterministic
+    if mesh.devices.flat[0].platform != "gpu":
+        return False
+    if attention_of(config, mesh) != "cudnn":
+        return setting is not False
+    if setting is True:  # cudnn's backward pass adds in any order
         raise UsageError(
-            "training.deterministic is true, and training.attention cudnn is not: take another, or auto"
+            "training.deterministic is true, and training.attention cudnn is not: "
+            "take another, or auto"
         )
-    return platform == "gpu" and can and wanted is not False
+    return False
 
 
 def check_batch(config: TrainConfig, mesh: Mesh) -> None:
-    """Raise ``UsageError`` for a batch whose rows, or rows whose tokens, do not divide over the mesh."""
+    """Raise ``UsageError`` if rows of a batch, or tokens of a row, do not divide over the mesh."""
     options = config.training
-    ways, sequence = (
-        mesh.shape["data"] * mesh.shape["fsdp"] * options.accumulation,
-        mesh.shape["sequence"],
-    )
-    said = f"a multiple of {ways // options.accumulation} device(s) times {options.accumulation} part(s)"
-    check_fields(options, "training.", "batch_size", lambda size: size % ways == 0, said)
-    said = f"a multiple of mesh.sequence, {sequence}"
+    num_devices = mesh.shape["data"] * mesh.shape["fsdp"]
+    divisor = num_devices * options.accumulation
+    expected = f"a multiple of {num_devices} device(s) times {options.accumulation} part(s)"
+    check_fields(options, "training.", "batch_size", lambda size: size % divisor == 0, expected)
+    ways = mesh.shape["sequence"]
     check_fields(
         options,
         "training.",
         "seq_len",
-        lambda size: (size or config.model.max_seq_len) % sequence == 0,
-        said,
+        lambda size: (size or config.model.max_seq_len) % ways == 0,
+        f"a multiple of mesh.sequence, {ways}",
     )
 
 
-def on_devices(batch: Any, sharding: NamedSharding) -> Any:
-    """A batch's arrays, of whose rows each process has those of its own devices."""
+def put_on_devices(batch: Any, sharding: NamedSharding) -> Any:
+    """Return a batch's arrays on the devices; each process fills the rows of its own."""
     return jax.tree.map(
-        lambda each: jax.make_array_from_callback(each.shape, sharding, each.__getitem__), batch
+        lambda leaf: jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index]),
+        batch,
     )
-
-
-def compute_dtype(config: TrainConfig, mesh: Mesh) -> np.dtype[Any]:
-    """The dtype of activations and products: as configured, or by the platform."""
-    name, platform = config.training.dtype, mesh.devices.flat[0].platform
-    return jnp.dtype(name if name != "auto" else "float32" if platform == "cpu" else "bfloat16")

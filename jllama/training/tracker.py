@@ -1,4 +1,4 @@
-"""What people and programs see of a run: lines of metrics, loggers, callbacks, the progress bar and the report."""
+"""What people and programs see of a run: metrics, loggers, callbacks, the screen, the report."""
 
 import contextlib
 import dataclasses
@@ -16,20 +16,17 @@ from jllama.checkpoints.run import METRICS
 from jllama.language_model import LanguageModel
 from jllama.loggers import LOGGERS, numbers, persistent
 from jllama.report import REPORT, write_report
-from jllama.training import run_folder
 from jllama.training.config import TrainConfig
+from jllama.training.run_folder import config_fields
 
 
 class Event(NamedTuple):
-    """What a callback gets: ``log``, ``evaluation`` or ``save``, after how many steps, and the figures of it.
+    """The argument of a callback."""
 
-    ``figures`` are those of ``metrics.jsonl``, of ``save`` none. ``model()`` is the model as it is now, a copy.
-    """
-
-    name: str
-    step: int
-    figures: Mapping[str, Any]
-    model: Callable[[], LanguageModel]
+    name: str  # ``log``, ``evaluation`` or ``save``
+    step: int  # after how many steps
+    figures: Mapping[str, Any]  # as in ``metrics.jsonl``; empty for ``save``
+    model: Callable[[], LanguageModel]  # returns a copy of the current model
 
 
 Callback = Callable[[Event], object]
@@ -37,10 +34,7 @@ Callback = Callable[[Event], object]
 
 @dataclasses.dataclass
 class Tracker:
-    """The lines of a run's folder, its loggers and callbacks, and what is on the screen.
-
-    What fails here is a warning, and the run goes on.
-    """
+    """A run's log files, loggers, callbacks and screen; an error in them is only a warning."""
 
     config: TrainConfig
     folder: Path
@@ -52,37 +46,35 @@ class Tracker:
 
     def __post_init__(self) -> None:
         logger = LOGGERS.get(self.config.logger, lambda *_: lambda *_: None)
-        open_logger = functools.partial(logger, self.folder, run_folder.as_written(self.config))
+        open_logger = functools.partial(logger, self.folder, config_fields(self.config))
         self._append = persistent(lambda _: files.append_line, self.warn)
         self._log = persistent(open_logger, self.warn)
 
     def seconds(self) -> float:
-        """How long the run has taken, with what came before it went on."""
+        """Return how long the run has taken, including the time before it was resumed."""
         return time.perf_counter() - self.start_s
 
-    def show(self, step: int, doing: str = "") -> None:
-        """Show what is being done, or else how the last steps went, in the progress bar."""
-        self.move(description=doing or self.note, completed=step)
+    def show(self, step: int, activity: str = "") -> None:
+        """Show the current activity in the progress bar, or how the last steps went."""
+        self.move(description=activity or self.note, completed=step)
 
     def say(self, text: str, style: str | None = None) -> None:
         """Print a line."""
         self.console.print(text, style=style)
 
     def write(self, step: int, name: str = METRICS, **record: Any) -> None:
-        """Add a line to a file of the run, and metrics to its logger; process 0 alone does."""
+        """Append a line to a file of the run, and metrics to its logger, in process 0 alone."""
         if distributed.process_index() == 0:
             line = {"step": step, **record}
             self._append(self.folder / name, line)
             if name == METRICS:
                 self._log(step, numbers(line))
 
-    def call(
-        self, name: str, step: int, figures: Mapping[str, Any], model: Callable[[], LanguageModel]
-    ) -> None:
-        """Call the callbacks, each of which may fail."""
+    def notify(self, event: Event) -> None:
+        """Call each callback."""
         for callback in self.callbacks:
             try:
-                callback(Event(name, step, figures, model))
+                callback(event)
             except Exception as error:
                 self.warn(error, f"the callback {getattr(callback, '__name__', callback)} failed: ")
 
@@ -92,19 +84,17 @@ class Tracker:
             write_report([self.folder], self.folder / REPORT)
 
     @contextlib.contextmanager
-    def attempt(self, doing: str, step: int) -> Iterator[None]:
-        """Show what is being done; an error in it is a warning."""
-        self.show(step, doing)
+    def attempt(self, activity: str, step: int) -> Iterator[None]:
+        """Show an activity; an error in it is a warning, unless other processes would wait."""
+        self.show(step, activity)
         try:
             yield
         except Exception as error:
-            if (
-                jax.process_count() > 1 and doing != "reporting"
-            ):  # the others would wait for this one
+            if jax.process_count() > 1 and activity != "reporting":
                 raise
             self.warn(error)
 
-    def warn(self, error: Exception, what: str = "") -> None:
-        """Say in a line what went wrong."""
-        said = f"{what}{type(error).__name__}: {' '.join(str(error).split())}"
-        self.say(f"warning: {said}; training goes on", "yellow")
+    def warn(self, error: Exception, context: str = "") -> None:
+        """Print an error in one line."""
+        message = f"{context}{type(error).__name__}: {' '.join(str(error).split())}"
+        self.say(f"warning: {message}; training goes on", "yellow")

@@ -1,8 +1,8 @@
-"""What is trained: all weights, some of them by name, or the adapters of weights that stay as they are."""
+"""What is trained: all weights, some of them by name, or adapters of frozen weights."""
 
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,129 +19,97 @@ from jllama.parameters import Params, parameter_table
 from jllama.training.config import TrainConfig
 
 
-@dataclasses.dataclass(frozen=True)
 class FullWeights:
-    """All weights are float32 masters. They are trained, or those selected are, and the others stay as they are.
+    """All weights are float32 masters, and all are trained."""
 
-    ``selection`` has the paths of the trained parameters, each with its trained layers if those are not all; None is
-    everything.
-    """
+    # How much of each parameter is trained, see ``training_flops_per_token``; None is all.
+    shares: Mapping[str, float] | None = None
+    # In which dtype weights are read from a checkpoint; None keeps each one's own.
+    load_dtype: Any = jnp.float32
 
-    selection: Mapping[str, np.ndarray | None] | None = None
-    shares: Mapping[str, float] | None = (
-        None  # how much of each parameter is trained, see ``training_flops_per_token``
-    )
+    def convert(self, path: str, stack: Any) -> Any:
+        """Return what takes the place of a parameter as soon as it is read."""
+        return stack
 
-    def init(self, key: Key[Array, ""], drawn: Params) -> tuple[Params, Params | None]:
-        """The state's ``params`` and ``base``, from all weights."""
-        return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), drawn), None
-
-    def reading(self) -> tuple[Any, Callable[[str, Any], Any]]:
-        """In which dtype weights are read to begin with (None: each in its own), and what each becomes then."""
-        return jnp.float32, lambda path, stack: stack
+    def init(self, key: Key[Array, ""], weights: Params) -> tuple[Params, Params | None]:
+        """Return the state's ``params`` and ``base``, from all weights."""
+        return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), weights), None
 
     def specs(self, weights: Any) -> tuple[Any, Any, Any]:
-        """How ``params``, ``base`` and gradients are split over devices, by how all weights are."""
-        gradients = weights
-        if self.selection is not None:
-            flat = flatten_dict(weights, sep="/")
-            gradients = unflatten_dict({path: flat[path] for path in self.selection}, sep="/")
-        return weights, PartitionSpec(), gradients
+        """Return the specs of ``params``, ``base`` and gradients, from those of all weights."""
+        return weights, PartitionSpec(), weights
 
-    def trained(self, params: Params) -> Params:
-        """What the optimizer updates: the selected parameters, of stacked ones the selected layers."""
-        if self.selection is None:
-            return params
-        whole: Any = flatten_dict(params, sep="/")
-        parts = {}
-        for path, layers in self.selection.items():
-            parts[path] = whole[path] if layers is None else _some_layers(whole[path], layers)
-        return unflatten_dict(parts, sep="/")
-
-    def replaced(self, params: Params, trained: Params) -> Params:
-        """``params`` with others of what is trained."""
-        if self.selection is None:
-            return trained
-        whole: Any = flatten_dict(params, sep="/")
-        for path, leaf in flatten_dict(trained, sep="/").items():
-            layers = self.selection[path]
-            whole[path] = leaf if layers is None else _with_layers(whole[path], layers, leaf)
-        return unflatten_dict(whole, sep="/")
-
-    def learned(self, params: Params, base: Params | None, dtype: Any) -> tuple[Params, Params]:
-        """What the gradient is taken of, and this device's parts of the weights.
-
-        Of zeros beside the weights, which products are not made with: gradients may have a ``dtype`` of their own, see
-        ``jllama.sharding.gather``.
-        """
-        return jax.tree.map(lambda part: jnp.zeros(part.shape, dtype), self.trained(params)), params
-
-    def assemble(self, learned: Params, weights: Params) -> tuple[Params, Params]:
-        """The model's parameters, and beside each what gets its gradient when it is gathered, if anything does."""
-        if self.selection is None:
-            return weights, learned
-        shapes: Any = flatten_dict(weights, sep="/")
-        zeros: Any = flatten_dict(learned, sep="/")
-        for path, layers in self.selection.items():
-            if layers is not None:
-                all_layers = jnp.zeros(shapes[path].shape, zeros[path].dtype)
-                zeros[path] = _with_layers(all_layers, layers, zeros[path])
-        return weights, {**dict.fromkeys(weights), "layers": {}, **unflatten_dict(zeros, sep="/")}
-
-    def merged(self, params: Params, base: Params | None) -> Params:
-        """All weights of the model as it is now."""
+    def select(self, params: Params) -> Params:
+        """Return what the optimizer updates."""
         return params
 
-
-@dataclasses.dataclass(frozen=True)
-class LoraAdapters:
-    """Adapters (``jllama.lora``) are trained, in float32, of weights that stay as they are, in ``dtype``."""
-
-    model: LlamaConfig
-    lora: LoraConfig
-    dtype: np.dtype[Any]
-    shares: Mapping[str, float] | None = dataclasses.field(default_factory=dict)
-
-    def init(self, key: Key[Array, ""], drawn: Params) -> tuple[Params, Params | None]:
-        """As of ``FullWeights``; the adapters change nothing yet."""
-        base = frozen(drawn, self.model, self.lora, self.dtype)
-        return initial_adapter(key, base, self.model, self.lora), base
-
-    def reading(self) -> tuple[Any, Callable[[str, Any], Any]]:
-        """As of ``FullWeights``."""
-        dtypes = {"auto": self.dtype, "bfloat16": jnp.bfloat16}
-        return dtypes.get(self.lora.base), lambda path, stack: held(
-            path, stack, self.model, self.lora, self.dtype
-        )
-
-    def specs(self, weights: Any) -> tuple[Any, Any, Any]:
-        """As of ``FullWeights``; each device has all adapters."""
-        return PartitionSpec(), weights, PartitionSpec()
-
-    def trained(self, params: Params) -> Params:
-        """As of ``FullWeights``: all adapters."""
-        return params
-
-    def replaced(self, params: Params, trained: Params) -> Params:
-        """As of ``FullWeights``."""
+    def with_trained(self, params: Params, trained: Params) -> Params:
+        """Return ``params`` with new values of what ``select`` returns."""
         return trained
 
-    def learned(self, params: Params, base: Params | None, dtype: Any) -> tuple[Params, Params]:
-        """As of ``FullWeights``: the adapters themselves."""
-        assert base is not None
-        return params, base
+    def split(self, params: Params, base: Params | None, dtype: Any) -> tuple[Params, Params]:
+        """Return what the loss is differentiated by, and this device's parts of the weights.
 
-    def assemble(self, learned: Params, weights: Params) -> tuple[Params, Params]:
-        """As of ``FullWeights``; no gathered weight has a gradient."""
-        return adapted(weights, learned, self.lora), {**dict.fromkeys(weights), "layers": {}}
+        The variables are zeros of the shapes of what is trained. No product uses them, but
+        ``jllama.sharding.gather`` gives them the gradients, which may thus have another ``dtype``
+        than the weights.
+        """
+        trained = self.select(params)
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype), trained), params
 
-    def merged(self, params: Params, base: Params | None) -> Params:
-        """As of ``FullWeights``, in float32."""
-        assert base is not None
-        return merged(base, params, self.model, self.lora)
+    def assemble(self, variables: Params, weights: Params) -> tuple[Params, Params]:
+        """Return the model's parameters, and for each the variable that gets its gradient, or None.
+
+        ``variables`` and ``weights`` come from ``split``.
+        """
+        return weights, variables
+
+    def merge(self, params: Params, base: Params | None) -> Params:
+        """Return all weights of the current model."""
+        return params
 
 
-Trainable = FullWeights | LoraAdapters
+@dataclasses.dataclass(frozen=True)
+class SelectedWeights(FullWeights):
+    """All weights are float32 masters. The selected ones are trained, and the others never change.
+
+    ``selection`` maps the paths of trained parameters to their trained layers; None is all of them.
+    """
+
+    selection: Mapping[str, np.ndarray | None]
+    shares: Mapping[str, float] | None
+
+    def specs(self, weights: Any) -> tuple[Any, Any, Any]:
+        """Return the specs, with gradients of the selected parameters alone."""
+        flat = flatten_dict(weights, sep="/")
+        gradients = unflatten_dict({path: flat[path] for path in self.selection}, sep="/")
+        return weights, PartitionSpec(), gradients
+
+    def select(self, params: Params) -> Params:
+        """Return the selected parameters, and of stacked ones the selected layers."""
+        flat: Any = flatten_dict(params, sep="/")
+        selected = {}
+        for path, layers in self.selection.items():
+            selected[path] = flat[path] if layers is None else _some_layers(flat[path], layers)
+        return unflatten_dict(selected, sep="/")
+
+    def with_trained(self, params: Params, trained: Params) -> Params:
+        """Return ``params`` with new values of what ``select`` returns."""
+        flat: Any = flatten_dict(params, sep="/")
+        for path, leaf in flatten_dict(trained, sep="/").items():
+            layers = self.selection[path]
+            flat[path] = leaf if layers is None else _with_layers(flat[path], layers, leaf)
+        return unflatten_dict(flat, sep="/")
+
+    def assemble(self, variables: Params, weights: Params) -> tuple[Params, Params]:
+        """Return parameters and variables; one of some layers becomes a stack of all layers."""
+        shapes: Any = flatten_dict(weights, sep="/")
+        flat: Any = flatten_dict(variables, sep="/")
+        for path, layers in self.selection.items():
+            if layers is not None:
+                all_layers = jnp.zeros(shapes[path].shape, flat[path].dtype)
+                flat[path] = _with_layers(all_layers, layers, flat[path])
+        return weights, {**dict.fromkeys(weights), "layers": {}, **unflatten_dict(flat, sep="/")}
 
 
 @jax.jit
@@ -154,13 +122,59 @@ def _with_layers(stack: Array, layers: Array, part: Array) -> Array:
     return stack.at[layers].set(part)
 
 
+@dataclasses.dataclass(frozen=True)
+class LoraAdapters(FullWeights):
+    """Float32 adapters (``jllama.lora``) are trained, of a base that never changes."""
+
+    model: LlamaConfig
+    lora: LoraConfig
+    dtype: np.dtype[Any]
+    shares: Mapping[str, float] | None = dataclasses.field(default_factory=dict)
+
+    @property
+    def load_dtype(self) -> Any:
+        """In which dtype base weights are read."""
+        return {"auto": self.dtype, "bfloat16": jnp.bfloat16}.get(self.lora.base)
+
+    def convert(self, path: str, stack: Any) -> Any:
+        """Return a base parameter in its final form, quantized if ``lora.base`` says so."""
+        return held(path, stack, self.model, self.lora, self.dtype)
+
+    def init(self, key: Key[Array, ""], weights: Params) -> tuple[Params, Params | None]:
+        """Return adapters that change nothing yet, and their base."""
+        base = frozen(weights, self.model, self.lora, self.dtype)
+        return initial_adapter(key, base, self.model, self.lora), base
+
+    def specs(self, weights: Any) -> tuple[Any, Any, Any]:
+        """Return the specs: the base is split like weights, adapters are whole on each device."""
+        return PartitionSpec(), weights, PartitionSpec()
+
+    def split(self, params: Params, base: Params | None, dtype: Any) -> tuple[Params, Params]:
+        """Return the adapters to differentiate by, and this device's parts of the base."""
+        assert base is not None
+        return params, base
+
+    def assemble(self, variables: Params, weights: Params) -> tuple[Params, Params]:
+        """Return the model's parameters with adapters; no gathered weight has a gradient."""
+        return adapted(weights, variables, self.lora), {**dict.fromkeys(weights), "layers": {}}
+
+    def merge(self, params: Params, base: Params | None) -> Params:
+        """Return all weights of the current model in float32, adapters merged into them."""
+        assert base is not None
+        return merged(base, params, self.model, self.lora)
+
+
+Trainable = FullWeights
+
+
 def trainable_of(config: TrainConfig, dtype: np.dtype[Any], mesh_shape: Any) -> Trainable:
-    """What a configuration trains; ``UsageError`` if its base cannot be split over such a mesh."""
+    """Return what is trained; ``UsageError`` if the base cannot be split over the mesh."""
     lora = config.lora
     patterns = config.training.trainable
     if patterns and config.trains_adapters:
         raise UsageError(
-            "training.trainable is given, and with lora.rank adapters alone are trained: leave one out"
+            "training.trainable is given, and with lora.rank adapters alone are trained: "
+            "leave one out"
         )
     if patterns:
         return selected_weights(config.model, patterns)
@@ -171,38 +185,38 @@ def trainable_of(config: TrainConfig, dtype: np.dtype[Any], mesh_shape: Any) -> 
             problem = f"lora.base is {lora.base}, whose weights are whole on each device"
             raise UsageError(f"{problem}, and mesh.{name} would split them: make it 1")
     if lora.base == "nf4":
-        qwix()  # or an error
+        qwix()  # raises if the package is missing
     return LoraAdapters(config.model, lora, dtype)
 
 
-def selected_weights(config: LlamaConfig, patterns: Sequence[str]) -> FullWeights:
-    """The weights whose names match one of some patterns: ``layers/3/wq``, ``layers/*/w_down``, ``embed``.
+def selected_weights(config: LlamaConfig, patterns: Sequence[str]) -> SelectedWeights:
+    """Select the weights whose names match any pattern, such as ``layers/*/w_down``.
 
-    UsageError for a pattern that matches none.
+    Raises ``UsageError`` for a pattern that matches none.
     """
-    names = {}  # of a stacked parameter those of its layers
+    # The names of each parameter; a stacked one has a name for each layer.
+    names = {}
     for path in parameter_table(config):
         count = config.num_layers if path.startswith("layers/") else 1
         names[path] = [path.replace("layers/", f"layers/{layer}/") for layer in range(count)]
     for pattern in patterns:
-        if not any(fnmatch.filter(own, pattern) for own in names.values()):
+        if not any(fnmatch.filter(layer_names, pattern) for layer_names in names.values()):
             known = ", ".join(path.replace("layers/", "layers/*/") for path in names)
-            said = f"training.trainable has {pattern!r}, which no parameter's name matches"
+            problem = f"training.trainable has {pattern!r}, which no parameter's name matches"
             raise UsageError(
-                f"{said}: the names are {known}, where * is 0 to {config.num_layers - 1}"
+                f"{problem}: the names are {known}, where * is 0 to {config.num_layers - 1}"
             )
 
-    selection = {}
-    for path, own in names.items():
+    selection: dict[str, np.ndarray | None] = {}
+    shares = {}
+    for path, layer_names in names.items():
         layers = [
             layer
-            for layer, name in enumerate(own)
-            if any(fnmatch.fnmatchcase(name, each) for each in patterns)
+            for layer, name in enumerate(layer_names)
+            if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
         ]
         if layers:
-            selection[path] = None if len(layers) == len(own) else np.array(layers)
-    shares = {
-        path: 1.0 if layers is None else len(layers) / config.num_layers
-        for path, layers in selection.items()
-    }
-    return FullWeights(selection, shares)
+            is_whole = len(layers) == len(layer_names)
+            selection[path] = None if is_whole else np.array(layers)
+            shares[path] = len(layers) / len(layer_names)
+    return SelectedWeights(selection, shares)

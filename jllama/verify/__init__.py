@@ -1,1 +1,1 @@
-"""Checks, as data, that this code computes Llamas correctly on this machine, and how large an error each would see."""
+"""Checks, as data, that this machine computes Llamas correctly, and what errors they would see."""

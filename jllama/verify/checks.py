@@ -1,4 +1,4 @@
-"""A check as data: what is compared, how far apart it came out, and how far it may be; and a table of them all."""
+"""Checks as data (what is compared, its error, its tolerance), how they run, and their tables."""
 
 import concurrent.futures
 import dataclasses
@@ -21,14 +21,17 @@ from jllama.errors import JllamaError
 from jllama.functional import Refused
 from jllama.parameters import Params, matrix_shape, parameter_table, shape_of
 
-TOLERANCE = 1e-5  # relative error of float32 logits against float64 ones
-VISIBLE = 100  # a deliberate mistake must move the logits by at least so many tolerances
+TOLERANCE = 1e-5
+"""Relative error that float32 logits may have against float64 ones."""
+VISIBLE = 100
+"""A deliberate mistake must move the logits by at least this many tolerances."""
 
 Group = Literal["conformance", "mutations", "equalities"]
 _TITLES: dict[Group, str] = {
-    "conformance": "Conformance: relative error of the logits against the float64 oracle, by variant and file format",
-    "mutations": f"Mutations: how far one deliberate mistake moves the logits, and how many tolerances that is "
-    f"(at least {VISIBLE})",
+    "conformance": "Conformance: relative error of the logits against the float64 oracle, "
+    "by variant and file format",
+    "mutations": "Mutations: how far one deliberate mistake moves the logits, "
+    f"and how many tolerances that is (at least {VISIBLE})",
     "equalities": "Equalities: ways of running the same model that must agree",
 }
 _CELL_WIDTH = 10
@@ -36,9 +39,11 @@ _CELL_WIDTH = 10
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One cell of the matrix: its row and column, what computes the relative error, and the most it may be.
+    """One comparison, with its result once ``run_check`` has run it.
 
-    Once run it has its ``error``; or NaN and the ``problem``, or the ``refusal`` of attention not for such arguments.
+    ``compute`` returns a relative error, which becomes ``error``. If it raises, ``error`` is NaN.
+    Then ``refusal`` says why an attention implementation cannot serve the arguments, or
+    ``problem`` is any other message.
     """
 
     group: Group
@@ -50,128 +55,160 @@ class Check:
     problem: str = ""
     refusal: str = ""
 
-    name = property(
-        lambda self: f"{self.group}/{self.row}/{self.column}", doc="What ``--only`` selects by."
-    )
-    ratio = property(lambda self: self.error / self.tolerance, doc="The error over the tolerance.")
+    @property
+    def name(self) -> str:
+        """``group/row/column``, which ``jllama verify --only`` selects by."""
+        return f"{self.group}/{self.row}/{self.column}"
+
+    @property
+    def ratio(self) -> float:
+        """The error in tolerances."""
+        return self.error / self.tolerance
 
     @property
     def passed(self) -> bool:
-        """Whether right code was within the tolerance or refused or, of a mutation, wrong code was far outside it."""
-        return (
-            self.ratio >= VISIBLE
-            if self.group == "mutations"
-            else self.ratio < 1 or bool(self.refusal)
-        )
+        """Whether the check found what it should.
+
+        A mutation, which is wrong code, passes if its error is at least ``VISIBLE`` tolerances. Any
+        other check passes if its error is below the tolerance or its arguments are refused.
+        """
+        if self.group == "mutations":
+            return self.ratio >= VISIBLE
+        return self.ratio < 1 or bool(self.refusal)
 
 
 def run_checks(checks: Iterable[Check], threads: int = 1) -> Iterator[Check]:
-    """Each check with its error, in order, so many side by side. One that raises has failed, and says why."""
+    """Yield each check with its result, in order, while ``threads`` of them run side by side."""
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         yield from pool.map(run_check, checks)
 
 
 def run_check(check: Check) -> Check:
-    """The check with its error, with products of float32 in float32 on every platform."""
+    """Return the check with its result; products of float32 are in float32 on every platform."""
     try:
         with jax.default_matmul_precision("highest"):
             return dataclasses.replace(check, error=check.compute())
     except Refused as refused:
         return dataclasses.replace(check, refusal=str(refused))
+    except JllamaError as raised:
+        return dataclasses.replace(check, problem=str(raised))
     except Exception as raised:
-        problem = (
-            str(raised) if isinstance(raised, JllamaError) else f"{type(raised).__name__}: {raised}"
-        )
-        return dataclasses.replace(check, problem=problem)
+        return dataclasses.replace(check, problem=f"{type(raised).__name__}: {raised}")
 
 
 def relative_error(actual: Any, expected: Any) -> float:
-    """The largest absolute difference over the largest absolute expected value; NaN if the shapes differ or any is."""
-    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    """Compute ``max(abs(actual - expected)) / max(abs(expected))`` in float64.
+
+    NaN if the shapes differ or a value is NaN; the absolute error if ``expected`` is all zeros.
+    """
+    actual = np.asarray(actual, np.float64)
+    expected = np.asarray(expected, np.float64)
     if actual.shape != expected.shape:
         return math.nan
-    difference, size = (
-        np.max(np.abs(actual - expected), initial=0.0),
-        np.max(np.abs(expected), initial=0.0),
-    )
-    return float(difference / size) if size else float(difference)
+    difference = float(np.max(np.abs(actual - expected), initial=0.0))
+    size = float(np.max(np.abs(expected), initial=0.0))
+    return difference / size if size else difference
 
 
 def worst_error(actual: Any, expected: Any) -> float:
-    """The largest ``relative_error`` of any row: the large values of one do not excuse another. NaN if any is."""
-    return float(
-        np.max([relative_error(one, other) for one, other in zip(actual, expected, strict=True)])
-    )
+    """Return the largest ``relative_error`` of any row; NaN if any is.
+
+    Taken by row, the large values of one row do not hide the error of another.
+    """
+    rows = zip(actual, expected, strict=True)
+    return float(np.max([relative_error(*row) for row in rows]))
 
 
 def random_params(
     config: LlamaConfig, seed: int, embed_std: float = 1.0, query_gain: float = 1.0
 ) -> Params:
-    """Float32 weights under which mistakes show: normal with fan-in scale, norm scales near one; layers stacked.
+    """Draw float32 weights under which mistakes show, in the training layout (layers stacked).
 
-    Under the usual 0.02 doubling RoPE's base moves no logit. A small ``embed_std`` makes the first norm's epsilon
-    count; ``query_gain`` multiplies the queries, as sharp attention tells small turns apart.
+    Matrices are normal with standard deviation ``1 / sqrt(inputs)``, norm scales are near one. With
+    the usual standard deviation of 0.02, doubling RoPE's base would move no logit.
+
+    Args:
+        config: the architecture.
+        seed: of NumPy's generator.
+        embed_std: standard deviation of the embeddings; if small, the first norm's epsilon counts.
+        query_gain: factor of the query weights; sharp attention shows small changes of angles.
     """
     rng = np.random.default_rng(seed)
     params: Params = {"layers": {}}
     stds = {"embed": embed_std, "layers/wq": query_gain / math.sqrt(config.embed_dim)}
     for path, row in parameter_table(config).items():
-        normal = rng.standard_normal(shape_of(row, config))
-        std = stds.get(path, 1 / math.sqrt(matrix_shape(row, config)[-1]))
+        values = rng.standard_normal(shape_of(row, config))
+        if row.role == "matrix":
+            values *= stds.get(path, 1 / math.sqrt(matrix_shape(row, config)[-1]))
+        else:
+            center = 1 if row.init == "ones" else 0
+            values = center + 0.1 * values
         in_layers, _, name = path.rpartition("/")
-        values = (
-            std * normal if row.role == "matrix" else (row.init == "ones") + 0.1 * normal
-        ).astype(np.float32)
-        (params["layers"] if in_layers else params)[name] = values
+        parent = params["layers"] if in_layers else params
+        parent[name] = values.astype(np.float32)
     return params
 
 
 def matrix(checks: Sequence[Check], width: int, seconds: float) -> Iterator[RenderableType]:
-    """A table for each group that fits so many characters, a line for each check that failed, and PASS or FAIL."""
+    """Yield what ``jllama verify`` prints about checks that were run.
+
+    That is a table for each group, a line for each check that failed, and PASS or FAIL.
+
+    Args:
+        checks: the checks with their results.
+        width: characters of a line; a table that is wider is split by columns.
+        seconds: how long all checks took.
+    """
     for group, title in _TITLES.items():
-        if not (
-            cells := {(check.row, check.column): check for check in checks if check.group == group}
-        ):
-            continue
-        tolerances = {check.tolerance for check in cells.values()}
-        common = f"; tolerance {tolerances.pop():.0e}" if len(tolerances) == 1 else ""
-        yield Text(f"\n{title}{common}", style="bold")
-        if group != "equalities":
-            yield from _grid(cells, width)
-            continue
-        numbers = (Column(name, justify="right") for name in ("error", "tolerance"))
-        table = Table("", "", *numbers, box=None, pad_edge=False)
-        for check in cells.values():
-            table.add_row(check.row, check.column, _cell(check), f"{check.tolerance:.0e}")
-        yield table
+        members = [check for check in checks if check.group == group]
+        if members:
+            tolerances = {check.tolerance for check in members}
+            common = f"; tolerance {tolerances.pop():.0e}" if len(tolerances) == 1 else ""
+            yield Text(f"\n{title}{common}", style="bold")
+            if group == "equalities":
+                yield _listing(members)
+            else:
+                yield from _grid(members, width)
     yield ""
     for check in checks:
         if not check.passed:
-            too_far = f"relative error {check.error:.1e}, tolerance {check.tolerance:.0e}"
-            least = f"; a mistake must move the logits by {VISIBLE} tolerances" * (
-                check.group == "mutations"
-            )
-            yield Text(f"{check.name}: {check.problem or too_far + least}", style="red")
-    made = [check.passed for check in checks if not check.refusal]
-    parts = [f"{'PASS' if all(made) else 'FAIL'}: {sum(made)} of {len(made)} checks passed"]
-    parts += [f"{len(checks) - len(made)} are not for the attention they name"] * (
-        len(made) < len(checks)
-    )
-    if errors := [
-        check.error
-        for check in checks
-        if check.group == "conformance" and not math.isnan(check.error)
-    ]:
-        parts.append(f"the largest error of a cell is {max(errors):.1e}")
-    if seen := [check.ratio for check in checks if check.group == "mutations" and check.passed]:
-        parts.append(f"the least visible mistake is {min(seen):,.0f} tolerances away")
-    yield Text(f"{', '.join(parts)} ({seconds:.0f} s)", style="bold")
-    if note := precision_note(jax.default_backend()):
+            yield Text(f"{check.name}: {_failure(check)}", style="red")
+    yield Text(f"{_summary(checks)} ({seconds:.0f} s)", style="bold")
+    note = precision_note(jax.default_backend())
+    if note:
         yield Text(note)
 
 
+def _failure(check: Check) -> str:
+    """Describe why a check failed."""
+    if check.problem:
+        return check.problem
+    message = f"relative error {check.error:.1e}, tolerance {check.tolerance:.0e}"
+    if check.group == "mutations":
+        message += f"; a mistake must move the logits by {VISIBLE} tolerances"
+    return message
+
+
+def _summary(checks: Sequence[Check]) -> str:
+    """Return PASS or FAIL, the counts, the largest conformance error and the smallest mutation."""
+    served = [check for check in checks if not check.refusal]
+    num_passed = sum(check.passed for check in served)
+    verdict = "PASS" if num_passed == len(served) else "FAIL"
+    parts = [f"{verdict}: {num_passed} of {len(served)} checks passed"]
+    if len(served) < len(checks):
+        parts.append(f"{len(checks) - len(served)} refused by the attention implementation")
+    computed = [check for check in checks if not math.isnan(check.error)]
+    errors = [check.error for check in computed if check.group == "conformance"]
+    if errors:
+        parts.append(f"the largest error against the oracle is {max(errors):.1e}")
+    ratios = [check.ratio for check in checks if check.group == "mutations" and check.passed]
+    if ratios:
+        parts.append(f"the smallest effect of a mistake is {min(ratios):,.0f} tolerances")
+    return ", ".join(parts)
+
+
 def precision_note(platform: str) -> str:
-    """What a platform's own arithmetic is too coarse for, and what is done about it; nothing of a CPU."""
+    """Explain in which precision an accelerator multiplies float32; empty for a CPU."""
     products = {
         "gpu": "TF32, with 10 bits of mantissa",
         "tpu": "bfloat16, with 7 bits of mantissa",
@@ -179,66 +216,78 @@ def precision_note(platform: str) -> str:
     if not products:
         return ""
     return (
-        f"By default a {platform.upper()} multiplies float32 in {products}, which no check at {TOLERANCE:.0e} could "
-        'pass. Here products are at the precision "highest", which is float32; your own float32 runs have it by '
-        "JAX_DEFAULT_MATMUL_PRECISION=highest. Kernels for 16-bit numbers refuse float32; they are checked in bfloat16."
+        f"By default a {platform.upper()} multiplies float32 in {products}, too coarse for "
+        f"checks at {TOLERANCE:.0e}. Here products have the precision 'highest', which is float32; "
+        "set JAX_DEFAULT_MATMUL_PRECISION=highest for the same in your own float32 runs. "
+        "Kernels for 16-bit numbers refuse float32; they are checked in bfloat16."
     )
 
 
-def _grid(cells: dict[tuple[str, str], Check], width: int) -> Iterator[Table]:
-    """Rows and columns in the order of their first appearance, below each other where not all columns fit."""
-    rows, columns = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
-    label = max(map(len, rows)) + 2
-    fitting = max((width - label) // _CELL_WIDTH, 1)
-    for first in range(0, len(columns), fitting):
-        part = columns[first : first + fitting]
+def _listing(checks: Sequence[Check]) -> Table:
+    """Return a table with a line for each check, as their tolerances differ."""
+    numbers = (Column(name, justify="right") for name in ("error", "tolerance"))
+    table = Table("", "", *numbers, box=None, pad_edge=False)
+    for check in checks:
+        table.add_row(check.row, check.column, _cell(check), f"{check.tolerance:.0e}")
+    return table
+
+
+def _grid(checks: Sequence[Check], width: int) -> Iterator[Table]:
+    """Yield tables of errors by row and column, in the order of first appearance.
+
+    There is more than one table if not all columns fit in ``width`` characters.
+    """
+    by_place = {(check.row, check.column): check for check in checks}
+    rows = list(dict.fromkeys(check.row for check in checks))
+    columns = list(dict.fromkeys(check.column for check in checks))
+    label_width = max(map(len, rows)) + 2
+    num_fitting = max((width - label_width) // _CELL_WIDTH, 1)
+    for first in range(0, len(columns), num_fitting):
+        part = columns[first : first + num_fitting]
         headers = (
             Column(column, justify="right", width=_CELL_WIDTH - 1, vertical="bottom")
             for column in part
         )
-        table = Table(
-            Column(width=label - 1, no_wrap=True),
-            *headers,
-            box=None,
-            padding=(0, 0, 0, 1),
-            pad_edge=False,
-        )
+        label = Column(width=label_width - 1, no_wrap=True)
+        table = Table(label, *headers, box=None, padding=(0, 0, 0, 1), pad_edge=False)
         for row in rows:
-            table.add_row(row, *(_cell(cells.get((row, column))) for column in part))
+            table.add_row(row, *(_cell(by_place.get((row, column))) for column in part))
         yield table
 
 
 def _cell(check: Check | None) -> Text:
+    """Show an error, of a mutation with its ratio below; green if the check passed, else red."""
     if check is None:
         return Text("-", style="dim")
-    error = (
-        "refused"
-        if check.refusal
-        else "failed"
-        if math.isnan(check.error)
-        else f"{check.error:.1e}"
-    )
-    ratio = f"\n{check.ratio:,.0f}x" * (check.group == "mutations")
-    return Text(error + ratio, style="green" if check.passed else "bold red")
+    text = f"{check.error:.1e}"
+    if check.refusal:
+        text = "refused"
+    elif math.isnan(check.error):
+        text = "failed"
+    if check.group == "mutations":
+        text += f"\n{check.ratio:,.0f}x"
+    return Text(text, style="green" if check.passed else "bold red")
 
 
 def matrix_json(checks: Sequence[Check]) -> dict[str, Any]:
-    """Everything, for a program; an error that could not be computed is null."""
+    """Return all results as ``jllama verify --json`` prints them; a NaN error becomes null."""
     names = ("group", "row", "column", "tolerance", "error", "passed", "problem", "refusal")
     results = [{name: getattr(check, name) for name in names} for check in checks]
     return results_json(all(check.passed for check in checks), results=results)
 
 
 def results_json(passed: bool, **results: Any) -> dict[str, Any]:
-    """Results, and the device, Python and packages that the checks ran on; null for numbers that JSON cannot hold."""
+    """Return results with the device, Python and packages that produced them.
+
+    Numbers that JSON cannot hold become null.
+    """
     device = jax.devices()[0]
     packages = ("jax", "jaxlib", "flax", "numpy", "gguf", "orbax-checkpoint")
     machine = {
         "device": f"{device.platform} {device.device_kind}",
         "python": platform.python_version(),
+        "jllama": jllama.__version__,  # jllama need not be installed
     }
-    machine["jllama"] = jllama.__version__  # which need not be installed
     machine |= {name: importlib.metadata.version(name) for name in packages}
-    return json.loads(
-        json.dumps({"passed": passed, "machine": machine} | results), parse_constant=lambda _: None
-    )
+    text = json.dumps({"passed": passed, "machine": machine} | results)
+    return json.loads(text, parse_constant=lambda _: None)

@@ -1,6 +1,7 @@
-"""The matrix: every variant of Llama through every file format, compared with the float64 oracle.
+"""Conformance: every variant of Llama, through every file format, against the float64 oracle.
 
-The code under test is a value, so that the checks run on jllama's own and on copies with one thing deliberately wrong.
+The code under test is a value, an ``Implementation``, so that the same checks run on jllama and on
+copies of it with one deliberate mistake.
 """
 
 import dataclasses
@@ -30,26 +31,32 @@ from jllama.verify.checks import Check, random_params, relative_error, worst_err
 from jllama.verify.reference_writers import FORMAT_WRITERS
 
 SEQ = 512
-FAR = (9_000, 100_000)  # positions past the original context of RoPE, and far past it
+FAR = (9_000, 100_000)
+"""Positions past the original context of RoPE, and far past it."""
 _CHUNK = 16
 Tokens = Int[np.ndarray, "rows seq"]
 
 
 class Implementation(NamedTuple):
-    """What the checks call. The loss is a mean, in nats, over tokens but the first where ``mask`` holds, or zero."""
+    """The functions under test.
 
-    load: Callable[..., LanguageModel]  # (path, layout=..., rope_factor=...), as jllama.load
-    forward: Callable[
-        ..., Array
-    ]  # (config, params, tokens, segments=None, positions=None, attention="auto")
-    extend: Callable[
-        ..., tuple[Array, KVCache]
-    ]  # (config, decode params, tokens, cache, counts) -> (logits, cache)
-    loss: Callable[..., Array]  # (config, params, tokens, mask, remat=False)
+    Attributes:
+        load: ``(path, layout=..., rope_factor=...)``, as ``jllama.load``.
+        forward: ``(config, params, tokens, segments=None, positions=None, attention="auto")`` to
+            logits.
+        extend: ``(config, decode params, tokens, cache, counts)`` to ``(logits, cache)``.
+        loss: ``(config, params, tokens, mask, remat=False)`` to the mean loss in nats of all tokens
+            but the first where ``mask`` holds; zero if there are none.
+    """
+
+    load: Callable[..., LanguageModel]
+    forward: Callable[..., Array]
+    extend: Callable[..., tuple[Array, KVCache]]
+    loss: Callable[..., Array]
 
 
 def implementation_of(model: types.ModuleType) -> Implementation:
-    """The implementation that ``jllama.model``, or a copy of it, makes up; nothing in it is compiled yet."""
+    """Return the implementation by ``jllama.model`` or a copy of it; none of it is compiled."""
 
     def forward(
         config: LlamaConfig, params: Params | DecodeParams, *inputs: Any, **options: Any
@@ -66,30 +73,32 @@ def implementation_of(model: types.ModuleType) -> Implementation:
         config: LlamaConfig, params: Params, tokens: Array, mask: Array, remat: bool = False
     ) -> Array:
         llama = model.build_model(config, params)
-        total, count = llama.loss(
-            llama.hidden(tokens[:, :-1], remat="block" if remat else "dots"), tokens[:, 1:], mask
-        )
+        hidden = llama.hidden(tokens[:, :-1], remat="block" if remat else "dots")
+        total, count = llama.loss(hidden, tokens[:, 1:], mask)
         return total / jnp.maximum(count, 1)
 
     return Implementation(registry.load, forward, extend, loss)
 
 
 def compiled(implementation: Implementation) -> Implementation:
-    """The same implementation with ``forward`` and ``extend`` under ``jit``."""
-    forward = jax.jit(implementation.forward, static_argnames=("config", "attention"))
+    """Return the implementation with ``forward`` and ``extend`` under ``jax.jit``."""
     return implementation._replace(
-        forward=forward, extend=jax.jit(implementation.extend, static_argnames="config")
+        forward=jax.jit(implementation.forward, static_argnames=("config", "attention")),
+        extend=jax.jit(implementation.extend, static_argnames="config"),
     )
 
 
 @functools.cache
 def jllama_itself() -> Implementation:
-    """The code that users run, compiled."""
+    """Return the code that users run, compiled."""
     return compiled(implementation_of(jllama.model))
 
 
-def small(name: str, heads: int, kv_heads: int, **changed: object) -> LlamaConfig:
-    """A preset with few heads, layers and tokens; its head_dim, epsilon, RoPE, tying and context length stay."""
+def small(name: str, heads: int, kv_heads: int, **changes: object) -> LlamaConfig:
+    """Return a preset with few heads, layers and tokens.
+
+    Its head_dim, epsilon, RoPE, tying and context length stay, unless ``changes`` sets them.
+    """
     config = preset(name)
     sizes = {
         "vocab_size": 384,
@@ -97,7 +106,7 @@ def small(name: str, heads: int, kv_heads: int, **changed: object) -> LlamaConfi
         "embed_dim": heads * config.head_dim,
         "mlp_dim": 512,
     }
-    return dataclasses.replace(config, num_heads=heads, num_kv_heads=kv_heads, **(sizes | changed))
+    return dataclasses.replace(config, num_heads=heads, num_kv_heads=kv_heads, **(sizes | changes))
 
 
 _LLAMA_2 = functools.partial(small, "llama2-7b", 4, 4)
@@ -117,37 +126,40 @@ VARIANTS: dict[str, LlamaConfig] = {
     "multi-query": small("tinyllama-1.1b", 8, 1),
     "own head_dim": small("llama3-8b", 4, 2, embed_dim=192),
     "linear x4": _LLAMA_2(rope_scaling=LinearScaling(4.0), max_seq_len=16_384),
-    # dynamic scaling sees more tokens than its context: that is when it scales
+    # The context is shorter than SEQ, since dynamic scaling acts beyond it only.
     "dynamic x4": _LLAMA_2(
         rope_scaling=DynamicScaling(4.0, original_max_seq_len=SEQ // 2), max_seq_len=SEQ // 2
     ),
     "yarn x32": _LLAMA_2(
         rope_scaling=YarnScaling(32.0, original_max_seq_len=4096), max_seq_len=131_072
     ),
-}  # released Llamas made small, with every field that can go wrong left as it is
+}
+"""Released Llamas made small, with every field that can go wrong as released."""
 
 
 def tokens_and_positions(config: LlamaConfig) -> tuple[Tokens, Tokens]:
-    """Rows of random tokens, and their positions.
+    """Draw rows of ``SEQ`` random tokens, and return them with their positions.
 
-    The first row is at 0 to 511. Half of each other row is at the start and half around a position of ``FAR`` that the
-    context reaches (or at the end of a shorter one), so that its tokens see their neighbors and, far back, the start.
+    The first row is at positions 0 to 511. Each further row has half of its tokens at the start and
+    half around a position of ``FAR`` that the context reaches, or around the end of a shorter
+    context. So its last tokens see their neighbors and, far back, the start.
     """
-    reached = [far for far in FAR if far + SEQ // 4 <= config.max_seq_len]
-    reached = reached or [config.max_seq_len - SEQ // 4] * (config.max_seq_len > SEQ)
-    start, around = np.arange(SEQ // 2), np.arange(-SEQ // 4, SEQ // 4)
-    positions = np.stack(
-        [np.arange(SEQ), *(np.concatenate([start, far + around]) for far in reached)]
-    )
-    return np.random.default_rng(0).integers(0, config.vocab_size, positions.shape), positions
+    centers = [far for far in FAR if far + SEQ // 4 <= config.max_seq_len]
+    if not centers and config.max_seq_len > SEQ:
+        centers = [config.max_seq_len - SEQ // 4]
+    start = np.arange(SEQ // 2)
+    around = np.arange(-SEQ // 4, SEQ // 4)
+    further_rows = (np.concatenate([start, center + around]) for center in centers)
+    positions = np.stack([np.arange(SEQ), *further_rows])
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, positions.shape)
+    return tokens, positions
 
 
 @functools.cache
 def weights(config: LlamaConfig) -> Params:
-    """The variant's weights: small embeddings and sharp attention, under which every mistake shows."""
-    sharpness = (
-        config.rope_scaling.attention_factor**2 if config.rope_scaling else 1.0
-    )  # yarn's own
+    """Return the variant's weights: small embeddings and sharp attention show every mistake."""
+    # YaRN sharpens attention itself.
+    sharpness = config.rope_scaling.attention_factor**2 if config.rope_scaling else 1.0
     return random_params(config, 0, embed_std=0.01, query_gain=2.0 / sharpness)
 
 
@@ -155,7 +167,10 @@ def weights(config: LlamaConfig) -> Params:
 def reference_logits(
     config: LlamaConfig, rows: int | None = None, seq: int = SEQ
 ) -> Float[np.ndarray, "_ _ vocab"]:
-    """The float64 oracle's logits for ``weights(config)`` at ``tokens_and_positions(config)``, or at a part of them."""
+    """Compute the float64 oracle's logits of the first ``rows`` rows and ``seq`` tokens.
+
+    Weights, tokens and positions are ``weights(config)`` and ``tokens_and_positions(config)``.
+    """
     tokens, positions = tokens_and_positions(config)
     return oracle.forward(weights(config), tokens[:rows, :seq], config, positions[:rows, :seq])
 
@@ -163,56 +178,77 @@ def reference_logits(
 def whole_error(
     implementation: Implementation, config: LlamaConfig, params: Any, variant: LlamaConfig
 ) -> float:
-    """How far the logits of a forward pass over each row of positions are from the oracle's for the variant."""
-    tokens, positions = (jnp.asarray(rows) for rows in tokens_and_positions(variant))
-    return worst_error(
-        implementation.forward(config, params, tokens, None, positions), reference_logits(variant)
-    )
+    """Compute the relative error of one forward pass, at all positions, against the oracle.
+
+    Args:
+        implementation: the code under test.
+        config: what it takes the variant's configuration to be.
+        params: what it takes the variant's weights to be.
+        variant: the configuration that the oracle runs.
+    """
+    tokens, positions = map(jnp.asarray, tokens_and_positions(variant))
+    logits = implementation.forward(config, params, tokens, None, positions)
+    return worst_error(logits, reference_logits(variant))
 
 
 def cached_error(
     implementation: Implementation, config: LlamaConfig, params: Any, variant: LlamaConfig
 ) -> float:
-    """How far the logits of a token behind some others, which are in the cache, are from the oracle's."""
-    tokens, cache = (
-        jnp.asarray(tokens_and_positions(variant)[0]),
-        KVCache.zeros(config, 1, 2 * _CHUNK),
-    )
-    _, cache = implementation.extend(
-        config, params, tokens[:1, :_CHUNK], cache, jnp.array([_CHUNK])
-    )
-    last = tokens[:1, _CHUNK : 2 * _CHUNK]  # one more token; the rest of the chunk is padding
-    decoded, _ = implementation.extend(config, params, last, cache, jnp.array([1]))
+    """Compute the relative error of a decoded token's logits against the oracle.
+
+    The tokens before it are prefilled in one chunk. Arguments are as in ``whole_error``.
+    """
+    tokens = jnp.asarray(tokens_and_positions(variant)[0])[:1, : 2 * _CHUNK]
+    cache = KVCache.zeros(config, 1, 2 * _CHUNK)
+    prompt = tokens[:, :_CHUNK]
+    _, cache = implementation.extend(config, params, prompt, cache, jnp.array([_CHUNK]))
+    # Only the first token of this chunk counts; the rest is padding.
+    decoded, _ = implementation.extend(config, params, tokens[:, _CHUNK:], cache, jnp.array([1]))
     return relative_error(decoded[0, 0], reference_logits(variant, 1, _CHUNK + 1)[0, -1])
 
 
 def conformance_checks(implementation: Implementation, folder: Path | None = None) -> list[Check]:
-    """For every variant and format that can hold it: ``whole_error`` in the layout for training, ``cached_error`` in
-    that for decoding, the worse of the two.
-    ``folder`` keeps the files, for further implementations to load; without it each is removed at once.
+    """Return a check of each variant in each format that can hold it.
+
+    Args:
+        implementation: the code under test.
+        folder: where to keep the files, so that further implementations can load them; if it is
+            None, each file is removed at once.
     """
-
-    def error(name: str, file_format: str) -> float:
-        variant, writer = VARIANTS[name], FORMAT_WRITERS[file_format]
-        with tempfile.TemporaryDirectory() as scratch:
-            if not (path := (folder or Path(scratch)) / f"{name} {file_format}").exists():
-                writer.write(path, variant, weights(variant))
-            scaling, is_meta, errors = variant.rope_scaling, file_format.startswith("meta"), []
-            for layout, compute in (("decode", cached_error), ("training", whole_error)):
-                rope_factor = scaling.factor if is_meta and scaling else None
-                model = implementation.load(path, layout=layout, rope_factor=rope_factor)
-                # Meta's files do not say the context either, and no logit of what they can hold depends on it.
-                config = (
-                    dataclasses.replace(model.config, max_seq_len=variant.max_seq_len)
-                    if is_meta
-                    else model.config
-                )
-                errors.append(compute(implementation, config, model.params, variant))
-        return float(np.max(errors))
-
     return [
-        Check("conformance", name, file_format, functools.partial(error, name, file_format))
+        Check(
+            "conformance",
+            name,
+            file_format,
+            functools.partial(format_error, implementation, name, file_format, folder),
+        )
         for name, variant in VARIANTS.items()
         for file_format, writer in FORMAT_WRITERS.items()
         if writer.holds(variant)
     ]
+
+
+def format_error(
+    implementation: Implementation, name: str, file_format: str, folder: Path | None
+) -> float:
+    """Write a variant in a format, load it, and compute the error of its logits.
+
+    The result is the larger one of ``cached_error`` in the decoding layout and ``whole_error`` in
+    the training layout.
+    """
+    variant = VARIANTS[name]
+    is_meta = file_format.startswith("meta")
+    # Meta's files state neither the factor of RoPE's scaling nor the context length.
+    rope_factor = variant.rope_scaling.factor if is_meta and variant.rope_scaling else None
+    errors = []
+    with tempfile.TemporaryDirectory() as scratch:
+        path = (folder or Path(scratch)) / f"{name} {file_format}"
+        if not path.exists():
+            FORMAT_WRITERS[file_format].write(path, variant, weights(variant))
+        for layout, compute in (("decode", cached_error), ("training", whole_error)):
+            model = implementation.load(path, layout=layout, rope_factor=rope_factor)
+            config = model.config
+            if is_meta:  # no logit of what these files can hold depends on the context length
+                config = dataclasses.replace(config, max_seq_len=variant.max_seq_len)
+            errors.append(compute(implementation, config, model.params, variant))
+    return float(np.max(errors))

@@ -1,6 +1,7 @@
-"""What must come out the same however it is run: checks of jllama against itself, and of attention against the oracle.
+"""Equalities: the same result however a model is run, and attention against the oracle.
 
-The functions take the code under test, so that deliberate mistakes can be planted, and return a relative error.
+Each ``..._error`` function runs one model in two ways and returns the relative error between them.
+It takes the code under test, so that the tests can plant mistakes in it.
 """
 
 import functools
@@ -17,7 +18,7 @@ from jllama import functional as F
 from jllama import oracle
 from jllama.config import LlamaConfig
 from jllama.data.batches import text_batch
-from jllama.decode_params import decode_layout
+from jllama.decode_params import DecodeParams, decode_layout
 from jllama.errors import JllamaError
 from jllama.model import KVCache
 from jllama.parameters import Params
@@ -27,13 +28,15 @@ from jllama.training.step import Training, TrainState, compile_training
 from jllama.verify.checks import TOLERANCE, Check, random_params, relative_error, worst_error
 from jllama.verify.conformance import Implementation, Tokens, small
 
-CLOSE = 1e-6  # relative error of float32 sums that are taken in nearly the same order
-BFLOAT16_TOLERANCE = (
-    3e-2  # of logits: a rounding is off by up to 2e-3, the dozen of two blocks by about 1e-2
-)
+CLOSE = 1e-6
+"""Relative error of float32 sums that are taken in nearly the same order."""
+BFLOAT16_TOLERANCE = 3e-2
+"""Relative error of logits: one rounding is off by up to 2e-3, a dozen in two blocks by 1e-2."""
 DTYPES = ((jnp.float32, "", TOLERANCE), (jnp.bfloat16, " in bfloat16", 1e-2))
-"""The dtypes that attention is checked in, what they add to its name, and the largest error of right code."""
-SEQ, LONG, FAR = 24, 300, 100_000
+"""Dtypes that attention is checked in, what they add to its name, and the tolerance."""
+SEQ = 24
+LONG = 300
+FAR = 100_000
 CONFIG = small(
     "llama3.2-1b",
     8,
@@ -44,93 +47,111 @@ CONFIG = small(
     max_seq_len=512,
     tie_embeddings=False,
 )
-"""The model that the command runs, on ``SEQ`` rows of ``SEQ`` tokens or two of ``LONG``, three blocks of attention."""
+"""The model. It runs ``SEQ`` rows of ``SEQ`` tokens, or two of ``LONG``: three attention blocks."""
 MESHES = {
     "data=8": MeshConfig(),
     "fsdp=8": MeshConfig(1, 8, 1),
     "data=2 fsdp=2 tensor=2": MeshConfig(2, 2, 2),
     "fsdp=2 tensor=2 sequence=2": MeshConfig(1, 2, 2, 2),
-}  # how eight devices share the work
-HEADS, HEAD_DIM, KV_HEADS = 8, 64, (8, 2, 1)  # multi-head, grouped-query and multi-query attention
+}
+"""How eight devices share the work."""
+HEADS = 8
+HEAD_DIM = 64
+KV_HEADS = (8, 2, 1)
+"""Multi-head, grouped-query and multi-query attention."""
 
 Attention = Callable[[Array, Array, Array, F.Mask], Array]
-"""``(query, key, value, mask) -> mixed``, shaped as in ``functional.attention``."""
+"""``(query, key, value, mask)`` to the mixed values, shaped as in ``functional.attention``."""
 Dense = Bool[np.ndarray, "rows seq kv_seq"]
 Lengths = Int[np.ndarray, "rows"]
 Chunks = Iterable[tuple[int, Lengths | int]]
-"""The width of each chunk of tokens, and how many of them are fed to each row, if that many are left."""
+"""The width of each chunk, and how many tokens each row is fed, if it has as many left."""
 
 
 class Case(NamedTuple):
-    """What is run in several ways: the code under test, a model in the training layout, and rows of tokens."""
+    """The code under test, a model in the training layout, and rows of tokens."""
 
     implementation: Implementation
     config: LlamaConfig
     params: Params
     tokens: Tokens
 
-    def forward(
-        self, *where: Int[np.ndarray, "_ seq"] | None, **options: Any
-    ) -> Float[np.ndarray, "rows seq vocab"]:
-        """Logits of one pass in the decoding layout, which runs without a compiler too; arguments as in ``hidden``."""
-        arrays = (None if array is None else jnp.asarray(array) for array in (self.tokens, *where))
-        return np.asarray(
-            self.implementation.forward(self.config, self.decode_params, *arrays, **options)
-        )
+    @property
+    def decode_params(self) -> DecodeParams:
+        """The parameters in the decoding layout, which runs without a compiler too."""
+        return decode_layout(jax.tree.map(jnp.asarray, self.params), self.config)
 
-    decode_params = property(
-        lambda self: decode_layout(jax.tree.map(jnp.asarray, self.params), self.config)
-    )
+    def forward(
+        self, *rows: Int[np.ndarray, "_ seq"] | None, **options: Any
+    ) -> Float[np.ndarray, "rows seq vocab"]:
+        """Compute the logits of one pass; arguments after the tokens are as in ``Llama.hidden``."""
+        arrays = jax.tree.map(jnp.asarray, (self.tokens, *rows))  # None stays
+        logits = self.implementation.forward(self.config, self.decode_params, *arrays, **options)
+        return np.asarray(logits)
 
 
 def equality_checks(implementation: Implementation) -> list[Check]:
-    """The whole group, on one small model with Llama 3.2's RoPE."""
+    """Return all checks of the group, on one small model with Llama 3.2's RoPE.
+
+    Their tolerance is ``TOLERANCE`` where none is stated.
+    """
     rng = np.random.default_rng(0)
-    params = random_params(
-        CONFIG, 0, embed_std=0.1
-    )  # small, so that what attention adds counts in the logits
+    # With small embeddings, what attention adds counts in the logits.
+    params = random_params(CONFIG, 0, embed_std=0.1)
     case = Case(implementation, CONFIG, params, rng.integers(0, CONFIG.vocab_size, (SEQ, SEQ)))
     long = case._replace(tokens=rng.integers(0, CONFIG.vocab_size, (2, LONG)))
-    lengths, positions = rng.permutation(SEQ), np.sort(rng.integers(0, FAR, (SEQ, SEQ)))
-    segments, long_segments = (
-        np.sort(rng.integers(0, 4, one.tokens.shape)) for one in (case, long)
-    )
+    lengths = rng.permutation(SEQ)
+    positions = np.sort(rng.integers(0, FAR, (SEQ, SEQ)))
+    segments = np.sort(rng.integers(0, 4, case.tokens.shape))
+    long_segments = np.sort(rng.integers(0, 4, long.tokens.shape))
+
+    # Row n prefills n + 1 tokens; then each row decodes its other tokens one by one.
     splits = [(SEQ, np.arange(1, SEQ + 1)), *[(1, 1)] * SEQ]
-    chunks = {
-        n: [*((n, most) for most in rng.integers(0, n + 1, (8, SEQ))), *[(n, n)] * SEQ]
-        for n in (1, 5, 16)
-    }
-    ragged, packed, remat = (
-        "ragged batch against single rows",
-        "packed documents against ",
-        "remat on against off",
-    )
-    chunked, bfloat16 = "chunked prefill against one forward", "bfloat16 against float32 weights"
-    rows: list[tuple] = [
-        (
+    # Eight chunks of random counts, then full ones.
+    chunks = {}
+    for width in (1, 5, 16):
+        random_chunks = [(width, counts) for counts in rng.integers(0, width + 1, (8, SEQ))]
+        chunks[width] = random_chunks + [(width, width)] * SEQ
+
+    ragged = "ragged batch against single rows"
+    return [
+        _check(
             "prefill and decode against one forward",
             f"every split of {SEQ}",
-            TOLERANCE,
             cache_error,
             case,
             splits,
         ),
         *(
-            (chunked, f"chunks of up to {n}", TOLERANCE, cache_error, case, fed)
-            for n, fed in chunks.items()
+            _check(
+                "chunked prefill against one forward",
+                f"chunks of up to {width}",
+                cache_error,
+                case,
+                chunks[width],
+            )
+            for width in chunks
         ),
-        (ragged, f"{SEQ} lengths", TOLERANCE, ragged_error, case, lengths),
-        (ragged, "other padding and mates", TOLERANCE, padding_error, case, lengths),
-        (packed + "each alone", "up to 4 in a row", TOLERANCE, packed_error, case, segments),
-        ("scanned against unrolled layers", "logits", CLOSE, layouts_error, case),
-        (remat, "loss", CLOSE, remat_error, case, 0),
-        (remat, "gradients", TOLERANCE, remat_error, case, 1),
-        (bfloat16, f"up to position {FAR:,}", BFLOAT16_TOLERANCE, bfloat16_error, case, positions),
+        _check(ragged, f"{SEQ} lengths", ragged_error, case, lengths),
+        _check(ragged, "other padding and mates", padding_error, case, lengths),
+        _check(
+            "packed documents against each alone", "up to 4 in a row", packed_error, case, segments
+        ),
+        _check("scanned against unrolled layers", "logits", layouts_error, case, tolerance=CLOSE),
+        _check("remat on against off", "loss", remat_error, case, 0, tolerance=CLOSE),
+        _check("remat on against off", "gradients", remat_error, case, 1),
+        _check(
+            "bfloat16 against float32 weights",
+            f"up to position {FAR:,}",
+            bfloat16_error,
+            case,
+            positions,
+            tolerance=BFLOAT16_TOLERANCE,
+        ),
         *(
-            (
-                packed + "reference attention",
+            _check(
+                "packed documents against reference attention",
                 name,
-                TOLERANCE,
                 choice_error,
                 long,
                 long_segments,
@@ -140,201 +161,236 @@ def equality_checks(implementation: Implementation) -> list[Check]:
             if name != "reference"
         ),
         *(
-            (
+            _check(
                 f"attention against the oracle, {kind}",
                 name + suffix,
-                most,
                 attention_error,
-                attend,
+                attention,
                 *masks,
                 dtype,
+                tolerance=tolerance,
             )
             for kind, masks in attention_masks().items()
-            for dtype, suffix, most in DTYPES
-            for name, attend in attentions().items()
+            for dtype, suffix, tolerance in DTYPES
+            for name, attention in attentions().items()
         ),
         *(
-            (f"sharded against one device, {what}", column, TOLERANCE, error, case, sizes)
+            _check(f"sharded against one device, {result}", column, error, case, sizes)
             for column, sizes in MESHES.items()
-            for what, error in {"logits": sharded_error, "training": sharded_training_error}.items()
+            for result, error in (("logits", sharded_error), ("training", sharded_training_error))
         ),
     ]
-    return [
-        Check("equalities", row, column, functools.partial(error, *arguments), tolerance)
-        for row, column, tolerance, error, *arguments in rows
-    ]
+
+
+def _check(
+    row: str,
+    column: str,
+    error: Callable[..., float],
+    *arguments: Any,
+    tolerance: float = TOLERANCE,
+) -> Check:
+    return Check("equalities", row, column, functools.partial(error, *arguments), tolerance)
 
 
 def cache_error(case: Case, chunks: Chunks) -> float:
-    """Logits of tokens fed in chunks to a cache, against one forward."""
-    return worst_error(_fed(case, chunks), case.forward())
+    """Compare the logits of tokens fed to a cache in chunks with those of one forward pass."""
+    return worst_error(_feed(case, chunks), case.forward())
 
 
 def ragged_error(case: Case, lengths: Lengths) -> float:
-    """Rows of several lengths prefilled together and continued by a token each, against one forward of each alone."""
-    together = _prompted(case, lengths)
+    """Compare rows of several lengths, prefilled together and decoded once, with each row alone."""
+    together = _prompt(case, lengths)
     alone = (case._replace(tokens=row[None]).forward()[0] for row in case.tokens)
-    return worst_error(
-        together, [logits[: len(row)] for logits, row in zip(alone, together, strict=True)]
-    )
+    expected = [logits[: len(row)] for logits, row in zip(alone, together, strict=True)]
+    return worst_error(together, expected)
 
 
 def padding_error(case: Case, lengths: Lengths) -> float:
-    """A ragged batch with other padding and unused slots, and its first row with other, full mates: exactly equal."""
-    plain, padded = _prompted(case, lengths), _prompted(case, lengths, seed=1)
-    mates, full = (
-        (case.tokens + 1) % case.config.vocab_size,
-        np.full_like(lengths, case.tokens.shape[1]),
-    )
-    mates[0], full[0] = case.tokens[0], lengths[0]
-    return worst_error(
-        [*padded, _prompted(case._replace(tokens=mates), full)[0]], [*plain, plain[0]]
-    )
+    """Compare a ragged batch with the same rows beside other values that they must not see.
+
+    These are the padding, the unused slots of the cache and, for the first row, other full rows.
+    The logits should be exactly equal.
+    """
+    plain = _prompt(case, lengths)
+    padded = _prompt(case, lengths, seed=1)
+    other_tokens = (case.tokens + 1) % case.config.vocab_size
+    other_tokens[0] = case.tokens[0]
+    other_lengths = np.full_like(lengths, case.tokens.shape[1])
+    other_lengths[0] = lengths[0]
+    beside_others = _prompt(case._replace(tokens=other_tokens), other_lengths)[0]
+    return worst_error([*padded, beside_others], [*plain, plain[0]])
 
 
-def _prompted(case: Case, lengths: Lengths, seed: int = 0) -> list[Float[np.ndarray, "_ vocab"]]:
-    """Each row's logits for its first ``lengths[b]`` tokens, prefilled, and for the next one, decoded."""
-    logits = _fed(case, [(case.tokens.shape[1], lengths), (1, 1)], seed)
+def _prompt(case: Case, lengths: Lengths, seed: int = 0) -> list[Float[np.ndarray, "_ vocab"]]:
+    """Prefill ``lengths[b]`` tokens of each row and decode one more; return their logits."""
+    logits = _feed(case, [(case.tokens.shape[1], lengths), (1, 1)], seed)
     return [row[: length + 1] for row, length in zip(logits, lengths, strict=True)]
 
 
-def _fed(case: Case, chunks: Chunks, seed: int = 0) -> Float[np.ndarray, "rows seq vocab"]:
-    """Logits of tokens fed to a cache in chunks, NaN if never fed; padding and unused slots hold what none may see."""
-    rng, (rows, seq), config = np.random.default_rng(seed), case.tokens.shape, case.config
-    cache = jax.tree.map(
-        lambda leaf: (
-            jnp.asarray(1e4 * rng.standard_normal(leaf.shape), leaf.dtype)
-            if leaf.ndim == 4
-            else leaf
-        ),
-        KVCache.zeros(config, rows, seq + 8),
-    )
-    params, done = case.decode_params, np.zeros(rows, int)
+def _feed(case: Case, chunks: Chunks, seed: int = 0) -> Float[np.ndarray, "rows seq vocab"]:
+    """Feed tokens to a cache in chunks, and return their logits; NaN for tokens that are never fed.
+
+    Padding is random, and unused slots of the cache hold large random values. No token may see
+    either.
+    """
+    rng = np.random.default_rng(seed)
+    config = case.config
+    rows, seq = case.tokens.shape
+    empty = KVCache.zeros(config, rows, seq + 8)
+    cache = jax.tree.map(functools.partial(_noise_like, rng), empty)
+    params = case.decode_params
+    num_fed = np.zeros(rows, int)
     logits = np.full((rows, seq, config.vocab_size), np.nan)
-    for width, most in chunks:
-        if not (counts := np.minimum(most, seq - done)).any():
+    for width, max_counts in chunks:
+        counts = np.minimum(max_counts, seq - num_fed)
+        if not counts.any():
             continue
         chunk = rng.integers(0, config.vocab_size, (rows, width))
         row, column = np.nonzero(np.arange(width) < counts[:, None])
-        chunk[row, column] = case.tokens[row, done[row] + column]
+        places = row, num_fed[row] + column
+        chunk[row, column] = case.tokens[places]
         new, cache = case.implementation.extend(
             config, params, jnp.asarray(chunk), cache, jnp.asarray(counts)
         )
-        logits[row, done[row] + column] = np.asarray(new)[row, column]
-        done += counts
+        logits[places] = np.asarray(new)[row, column]
+        num_fed += counts
     return logits
 
 
+def _noise_like(rng: np.random.Generator, leaf: Array) -> Array:
+    """Return random values of 1e4 for keys and values; lengths stay."""
+    if leaf.ndim != 4:
+        return leaf
+    return jnp.asarray(1e4 * rng.standard_normal(leaf.shape), leaf.dtype)
+
+
 def packed_error(case: Case, segments: Tokens) -> float:
-    """Documents packed in rows, each a run of one number in ``segments``, against each at the start of a row."""
-    packed, errors = case.forward(segments), []
+    """Compare documents that are packed in rows with each one at the start of its own row.
+
+    A document is a run of one number in a row of ``segments``.
+    """
+    packed = case.forward(segments)
+    errors = []
     for number in np.unique(segments):
         inside = segments == number
         at_start = np.arange(inside.shape[1]) < inside.sum(axis=1, keepdims=True)
-        alone = np.zeros_like(case.tokens)
-        alone[at_start] = case.tokens[inside]  # the zeros after it are not seen
-        rows = zip(packed, inside, case._replace(tokens=alone).forward(), at_start, strict=True)
+        tokens = np.zeros_like(case.tokens)
+        tokens[at_start] = case.tokens[inside]  # the zeros that follow are not seen
+        alone = case._replace(tokens=tokens).forward()
         errors += [
-            relative_error(actual[here], expected[there]) for actual, here, expected, there in rows
+            relative_error(packed[row][inside[row]], alone[row][at_start[row]])
+            for row in range(len(tokens))
         ]
     return float(np.max(errors))
 
 
 def choice_error(case: Case, segments: Tokens, attention: str) -> float:
-    """Packed documents by an attention implementation, against the reference."""
-    return worst_error(
-        *(case.forward(segments, attention=name) for name in (attention, "reference"))
-    )
+    """Compare packed documents' logits by an attention implementation and by the reference."""
+    actual = case.forward(segments, attention=attention)
+    return worst_error(actual, case.forward(segments, attention="reference"))
 
 
 def layouts_error(case: Case) -> float:
-    """The training layout, whose layers are scanned, against the decoding layout, whose layers are unrolled."""
-    scanned = case.implementation.forward(
-        case.config, jax.tree.map(jnp.asarray, case.params), jnp.asarray(case.tokens)
-    )
+    """Compare the training layout, whose layers are scanned, with the unrolled decoding layout."""
+    params = jax.tree.map(jnp.asarray, case.params)
+    scanned = case.implementation.forward(case.config, params, jnp.asarray(case.tokens))
     return relative_error(scanned, case.forward())
 
 
 def bfloat16_error(case: Case, positions: Tokens) -> float:
-    """Logits from weights rounded to bfloat16, and so activations in bfloat16, against those from the weights."""
+    """Compare weights rounded to bfloat16, and so activations in bfloat16, with float32 weights."""
     rounded = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), case.params)
-    return worst_error(
-        *(each.forward(None, positions) for each in (case._replace(params=rounded), case))
-    )
+    actual = case._replace(params=rounded).forward(None, positions)
+    return worst_error(actual, case.forward(None, positions))
 
 
 @functools.cache
 def loss_and_gradients(implementation: Implementation) -> Callable[..., tuple[Array, Params]]:
-    """``implementation.loss`` and its gradient for every parameter, compiled."""
+    """Return ``implementation.loss`` with its gradients for all parameters, compiled."""
     return jax.jit(
         jax.value_and_grad(implementation.loss, argnums=1), static_argnames=("config", "remat")
     )
 
 
 def remat_error(case: Case, part: Literal[0, 1]) -> float:
-    """The loss (0) or the gradients (1) with activations computed again in the backward pass, against those kept."""
-    compute, arguments = (
-        loss_and_gradients(case.implementation),
-        (*case[1:], np.ones_like(case.tokens[:, 1:], bool)),
+    """Compare the loss (0) or the gradients (1) with and without recomputed activations."""
+    compute = loss_and_gradients(case.implementation)
+    mask = np.ones_like(case.tokens[:, 1:], bool)
+    recomputed, stored = (
+        jax.tree.leaves(compute(case.config, case.params, case.tokens, mask, remat=remat)[part])
+        for remat in (True, False)
     )
-    return worst_error(
-        *(jax.tree.leaves(compute(*arguments, remat=remat)[part]) for remat in (True, False))
-    )
+    return worst_error(recomputed, stored)
 
 
 def attentions() -> dict[str, Attention]:
-    """The registered implementations that this platform has."""
-    names = [name for name, it in F.ATTENTION.items() if it.platform in ("", jax.default_backend())]
-    return {name: functools.partial(F.attention, implementation=name) for name in names}
+    """Return the registered attention implementations of this platform."""
+    platforms = ("", jax.default_backend())
+    return {
+        name: functools.partial(F.attention, implementation=name)
+        for name, entry in F.ATTENTION.items()
+        if entry.platform in platforms
+    }
 
 
 def attention_masks(seq: int = 160) -> dict[str, tuple[F.Mask, Dense]]:
-    """Who sees whom in two rows, by the kind of mask, also densely; in the last, the queries of one row see nothing."""
-    segments, keys = np.sort(np.random.default_rng(0).integers(0, 3, (2, seq))), np.arange(seq)
-    lengths, offset, causal = np.array([seq // 3, 0]), np.array([5, 70]), np.tri(seq, dtype=bool)
-    make: Any = F.Mask  # of NumPy's arrays, to begin with
+    """Return masks of two rows by their kind, each also as a dense mask.
+
+    In the last one, the queries of one row see nothing.
+    """
+    keys = np.arange(seq)
+    causal = np.tri(seq, dtype=bool)
+    segments = np.sort(np.random.default_rng(0).integers(0, 3, (2, seq)))
+    same_document = segments[:, :, None] == segments[:, None]
+    offset = np.array([5, 70])
+    lengths = np.array([seq // 3, 0])
+    make: Any = F.Mask  # takes NumPy arrays until they are converted below
     masks = {
         "causal": (make(), causal),
-        "packed documents": (
-            make(None, segments, segments),
-            causal & (segments[:, :, None] == segments[:, None]),
-        ),
+        "packed documents": (make(None, segments, segments), causal & same_document),
         "after other tokens": (make(offset), keys <= offset[:, None, None] + keys[:, None]),
         "ragged lengths": (
             make(np.array([seq]), lengths=lengths),
             (keys < lengths[:, None])[:, None],
         ),
     }
-    shape = (2, seq, seq)
     return {
-        kind: (jax.tree.map(jnp.asarray, m), np.broadcast_to(dense, shape))
-        for kind, (m, dense) in masks.items()
+        kind: (jax.tree.map(jnp.asarray, mask), np.broadcast_to(dense, (2, seq, seq)))
+        for kind, (mask, dense) in masks.items()
     }
 
 
 def attention_error(
-    attend: Attention, mask: F.Mask, dense: Dense, dtype: Any = jnp.float32, seed: int = 0
+    attention: Attention, mask: F.Mask, dense: Dense, dtype: Any = jnp.float32, seed: int = 0
 ) -> float:
-    """Attention under a mask against the float64 oracle's on the same random inputs, for each of ``KV_HEADS``."""
-    rng, (rows, seq, kv_seq) = np.random.default_rng(seed), dense.shape
-    shapes = [((HEADS, seq), (kv_heads, kv_seq), (kv_heads, kv_seq)) for kv_heads in KV_HEADS]
-    inputs = [
-        [jnp.asarray(rng.standard_normal((rows, *each, HEAD_DIM)), dtype) for each in three]
-        for three in shapes
-    ]
-    actual = jax.jit(lambda inputs, mask: [attend(q, k, v, mask) for q, k, v in inputs])(
-        inputs, mask
-    )
-    exact = ([np.asarray(array, np.float64) for array in arrays] for arrays in inputs)
-    expected = [
-        [oracle.attention(*row) for row in zip(*arrays, dense, strict=True)] for arrays in exact
-    ]
+    """Compare attention with the float64 oracle's on the same random inputs, for all ``KV_HEADS``.
+
+    ``dense`` is ``mask`` written out for the oracle.
+    """
+    rng = np.random.default_rng(seed)
+    rows, seq, kv_seq = dense.shape
+    inputs = []
+    for kv_heads in KV_HEADS:
+        shapes = ((HEADS, seq), (kv_heads, kv_seq), (kv_heads, kv_seq))
+        normal = (rng.standard_normal((rows, *shape, HEAD_DIM)) for shape in shapes)
+        inputs.append([jnp.asarray(array, dtype) for array in normal])
+    compute = jax.jit(lambda inputs, mask: [attention(q, k, v, mask) for q, k, v in inputs])
+    actual = compute(inputs, mask)
+    expected = []
+    for arrays in inputs:
+        exact = (np.asarray(array, np.float64) for array in arrays)
+        expected.append([oracle.attention(*row) for row in zip(*exact, dense, strict=True)])
     return worst_error(np.concatenate(actual), np.concatenate(expected))
 
 
 def one_device_and(sizes: MeshConfig) -> tuple[Mesh, Mesh]:
-    """The mesh of one simulated CPU device, and one of eight; ``JllamaError`` if JAX was not told to make as many."""
-    if len(devices := jax.devices("cpu")) < 8:
+    """Return a mesh of one simulated CPU device, and one of eight.
+
+    Raises:
+        JllamaError: JAX was not told to make as many devices.
+    """
+    devices = jax.devices("cpu")
+    if len(devices) < 8:
         raise JllamaError(
             f"JAX has {len(devices)} CPU devices; sharding needs 8: set JAX_NUM_CPU_DEVICES=8"
         )
@@ -342,51 +398,52 @@ def one_device_and(sizes: MeshConfig) -> tuple[Mesh, Mesh]:
 
 
 def sharded_error(case: Case, sizes: MeshConfig) -> float:
-    """Logits computed on eight devices against those computed on one."""
-
-    def logits(mesh: Mesh) -> Array:
-        params = jax.device_put(case.params, state_sharding(mesh, case.config, case.params))
-        return case.implementation.forward(
-            case.config, params, jax.device_put(case.tokens, NamedSharding(mesh, BATCH))
-        )
-
-    one, eight = map(logits, one_device_and(sizes))
+    """Compare the logits that eight devices compute with those of one."""
+    one, eight = (_logits_on(mesh, case) for mesh in one_device_and(sizes))
     return worst_error(eight, one)
 
 
+def _logits_on(mesh: Mesh, case: Case) -> Array:
+    params = jax.device_put(case.params, state_sharding(mesh, case.config, case.params))
+    tokens = jax.device_put(case.tokens, NamedSharding(mesh, BATCH))
+    return case.implementation.forward(case.config, params, tokens)
+
+
 def sharded_training_error(case: Case, sizes: MeshConfig) -> float:
-    """Losses and parameters of training on eight devices against those on one."""
+    """Compare losses and parameters of a training on eight devices with those on one."""
     runs = (trained(case.config, mesh) for mesh in one_device_and(sizes))
     one, eight = ([*losses, *jax.tree.leaves(state.params)] for state, losses in runs)
     return worst_error(eight, one)
 
 
 def short_training(config: LlamaConfig, mesh: Mesh, **options: Any) -> Training:
-    """The programs of a training of three steps, compiled without optimization, as compiling takes most of its time.
+    """Return the programs of a training of three steps.
 
-    Epsilon is large, as AdamW makes of a difference of 1e-7 (the order of the sums) ``learning_rate * 1e-7 / epsilon``.
+    They are compiled without optimization, as compiling takes most of the time. AdamW's epsilon is
+    large: a difference of 1e-7, from the order of sums, changes a weight by
+    ``learning_rate * 1e-7 / epsilon``.
     """
-    optimizer, loop = (
-        OptimizerConfig(learning_rate=3e-2, epsilon=1e-2),
-        LoopConfig(steps=3, dtype="float32", **options),
+    run = TrainConfig(
+        config,
+        optimizer=OptimizerConfig(learning_rate=3e-2, epsilon=1e-2),
+        training=LoopConfig(steps=3, dtype="float32", **options),
     )
-    run = TrainConfig(config, optimizer=optimizer, training=loop)
     return compile_training(run, mesh, compiler_options={"xla_backend_optimization_level": 0})
 
 
 @functools.cache
 def trained(config: LlamaConfig, mesh: Mesh) -> tuple[TrainState, list[float]]:
-    """The state after ``short_training``, and each step's loss in nats per token."""
+    """Return the state after ``short_training``, and the loss of each step in nats per token."""
     return after_steps(short_training(config, mesh), config)
 
 
 def after_steps(training: Training, config: LlamaConfig) -> tuple[TrainState, list[float]]:
-    """The state after three steps on random tokens, and each step's loss."""
+    """Train for three steps on random tokens; return the state and the loss of each step."""
     losses = []
     state = training.init(jax.random.key(0))
-    for windows in (
-        np.random.default_rng(0).integers(1, config.vocab_size, (3, 8, 17)).astype(np.int32)
-    ):
-        state, metrics = training.step(state, text_batch(windows, bos_id=1))
+    rng = np.random.default_rng(0)
+    batches = rng.integers(1, config.vocab_size, (3, 8, 17)).astype(np.int32)
+    for tokens in batches:
+        state, metrics = training.step(state, text_batch(tokens, bos_id=1))
         losses.append(float(metrics.loss))
     return state, losses

@@ -1,4 +1,8 @@
-"""Deliberate mistakes, each of which has shipped somewhere: how far the matrix sees them. The tests plant them too."""
+"""Mutations: deliberate mistakes that have shipped somewhere, and how far they move the logits.
+
+A small error proves little if wrong code would have one too. So each mistake is planted in a copy
+of the code or of the weights, for every variant that it concerns. The tests plant them too.
+"""
 
 import dataclasses
 import functools
@@ -27,170 +31,198 @@ from jllama.verify.conformance import (
     whole_error,
 )
 
-Model = tuple[LlamaConfig, Params]  # an architecture and its parameters in the training layout
-_attention = jax.jit(
-    F.attention, static_argnames="implementation"
-)  # its loop would be compiled anew in each layer
+Model = tuple[LlamaConfig, Params]
+"""An architecture and its parameters in the training layout."""
+
+# Compiled once: the loop in attention would be compiled anew in each layer.
+_attention = jax.jit(F.attention, static_argnames="implementation")
 
 
-def model_with(**wrong: Any) -> types.ModuleType:
-    """A copy of ``jllama.model`` with some pure functions replaced.
+def model_with(**functions: Any) -> types.ModuleType:
+    """Return a copy of the module ``jllama.model`` that calls these functions of ``functional``.
 
-    Its layers are not compiled, which would take longer; attention is, once for all mistakes.
+    Its layers are not compiled, as that would take longer; attention is, once for all mistakes.
     """
     copy = types.ModuleType("jllama.model_copy")
-    exec(
-        compile(
-            Path(jllama.model.__file__).read_text(),
-            jllama.model.__file__,
-            "exec",
-            dont_inherit=True,
-        ),
-        vars(copy),
-    )
-    functions = types.SimpleNamespace(**vars(F) | {"attention": _attention} | wrong)
-    vars(copy).update(F=functions, KVCache=KVCache, _run_layer=vars(copy)["_run_layer"].__wrapped__)
+    names = vars(copy)
+    path = jllama.model.__file__
+    exec(compile(Path(path).read_text(), path, "exec", dont_inherit=True), names)
+    replaced = types.SimpleNamespace(**vars(F) | {"attention": _attention} | functions)
+    names.update(F=replaced, KVCache=KVCache, _run_layer=names["_run_layer"].__wrapped__)
     return copy
 
 
 class Mutation(NamedTuple):
-    """One deliberate mistake. Nothing of its model is compiled, so run it on small inputs.
+    """One deliberate mistake: in how a file is read (``misread``) or in the code (``model``).
 
-    ``misread`` gets what was in a file, parameters in the training layout, and returns what a wrong reader would.
+    Nothing of its model is compiled, so run it on small inputs.
+
+    Attributes:
+        name: of the matrix's column.
+        misread: takes the configuration and the parameters of a file, in the training layout, and
+            returns what a wrong reader would.
+        model: ``jllama.model``, or a copy of it with a mistake.
+        applies: whether the mistake changes the logits of a model.
     """
 
-    name: str  # of the matrix's column
+    name: str
     misread: Callable[[LlamaConfig, Params], Model] = lambda config, params: (config, params)
-    model: types.ModuleType = model_with()  # of ``jllama.model``, wrong or not
-    applies: Callable[[LlamaConfig], bool] = lambda _: True  # whether it changes a model's logits
+    model: types.ModuleType = model_with()
+    applies: Callable[[LlamaConfig], bool] = lambda _: True
+
+
+def _change_field(
+    field: str, change: Callable[[Any], Any], config: LlamaConfig, params: Params
+) -> Model:
+    value = change(getattr(config, field))
+    return dataclasses.replace(config, **{field: value}), params
 
 
 def _wrong_field(name: str, field: str, change: Callable[[Any], Any]) -> Mutation:
-    def misread(config: LlamaConfig, params: Params) -> Model:
-        return dataclasses.replace(config, **{field: change(getattr(config, field))}), params
-
+    """Return a mutation of one field of the configuration."""
+    misread = functools.partial(_change_field, field, change)
     return Mutation(name, misread, applies=lambda config: misread(config, {})[0] != config)
 
 
+def _factor_at_most_8(scaling: Any) -> Any:
+    return scaling and dataclasses.replace(scaling, factor=min(scaling.factor, 8.0))
+
+
 def interleaved(matrix: Any) -> Array:
-    """Put the channels of a half-split matrix in the order of Meta's files: ``i`` and ``i + head_dim / 2`` in pairs."""
+    """Reorder the channels of a half-split matrix as in Meta's files: 0, half, 1, half + 1, ..."""
     return jnp.stack(jnp.split(jnp.asarray(matrix), 2, axis=-1), axis=-1).reshape(matrix.shape)
 
 
+def _with_layers(params: Params, **arrays: Any) -> Params:
+    return params | {"layers": params["layers"] | arrays}
+
+
+def _not_permuted(config: LlamaConfig, params: Params) -> Model:
+    """Leave queries and keys in the interleaved order of Meta's and GGUF's files."""
+    layers = params["layers"]
+    wrong = {name: interleaved(layers[name]) for name in ("wq", "wk")}
+    return config, _with_layers(params, **wrong)
+
+
+def _keys_permuted_as_queries(config: LlamaConfig, params: Params) -> Model:
+    """Reorder keys to half-split as if there were as many key heads as query heads."""
+    keys = params["layers"]["wk"]
+    by_head = interleaved(keys).reshape(*keys.shape[:2], config.num_heads, -1, 2)
+    return config, _with_layers(params, wk=by_head.swapaxes(-1, -2).reshape(keys.shape))
+
+
 def _keys_divide_as_queries(config: LlamaConfig) -> bool:
+    """Whether ``_keys_permuted_as_queries`` is possible and gives another result."""
     rows = config.num_kv_heads * config.head_dim
     return config.num_kv_heads < config.num_heads and rows % (2 * config.num_heads) == 0
 
 
-def _not_permuted(config: LlamaConfig, params: Params) -> Model:
-    layers = params["layers"]
-    return config, params | {
-        "layers": layers | {name: interleaved(layers[name]) for name in ("wq", "wk")}
-    }
+def _untied(config: LlamaConfig, params: Params) -> Model:
+    """Take a tied head for a separate one, which the file does not have and which stays random."""
+    separate = dataclasses.replace(config, tie_embeddings=False)
+    return separate, {"lm_head": random_params(separate, 1)["lm_head"]} | params
 
 
-def _keys_permuted_as_queries(config: LlamaConfig, params: Params) -> Model:
-    """Put keys in half-split order as if there were as many heads of them as of queries, where they divide so."""
-    keys = params["layers"]["wk"]
-    in_heads = interleaved(keys).reshape(*keys.shape[:2], config.num_heads, -1, 2)
-    return config, params | {
-        "layers": params["layers"] | {"wk": in_heads.swapaxes(-1, -2).reshape(keys.shape)}
-    }
+def _post_norm_layer(layer: Any, x: Array, inputs: Any, cached: Any = None) -> tuple:
+    mixed, cached = layer.attention(x, inputs, cached)
+    x = F.rms_norm(x + mixed, layer.attn_norm[...], layer.norm_eps)
+    return F.rms_norm(x + layer.feed_forward(x), layer.mlp_norm[...], layer.norm_eps), cached
 
 
 def _post_norm() -> types.ModuleType:
-    """The Transformer of 2017: each branch's sum is normalized, not its input."""
+    """Normalize the sum after each branch, as in the Transformer of 2017, not its input."""
     model = model_with()
-
-    def call(layer: Any, x: Array, attend: Any, cached: Any = None) -> tuple:
-        mixed, kept = layer.attention(x, attend, cached)
-        x = F.rms_norm(x + mixed, layer.attn_norm[...], layer.norm_eps)
-        return F.rms_norm(x + layer.feed_forward(x), layer.mlp_norm[...], layer.norm_eps), kept
-
-    model.Layer.__call__ = call
+    model.Layer.__call__ = _post_norm_layer
     return model
 
 
 def _remainder_attention(
     query: Array, key: Array, value: Array, mask: F.Mask, implementation: str
 ) -> Array:
-    """Query head ``n`` uses key-value head ``n % kv_heads``."""
+    """Let query head ``n`` use key-value head ``n % kv_heads``: tiled, not repeated."""
     order = np.argsort(np.arange(query.shape[1]) % key.shape[1], kind="stable")
     return _attention(query[:, order], key, value, mask, implementation)[:, np.argsort(order)]
 
 
 def _mask_one_ahead(offset: Array | None = None, **segments: Any) -> F.Mask:
-    """The mask of queries that stand one further on."""
+    """Let each query also see the token after it."""
     return F.Mask(jnp.ones(1, int) if offset is None else offset + 1, **segments)
 
 
 def _bfloat16_tables(*arguments: Any) -> list[Array]:
+    """Round RoPE's cosines and sines to bfloat16."""
     return [table.astype(jnp.bfloat16).astype(jnp.float32) for table in F.rope_tables(*arguments)]
 
 
-def _cache_one_on() -> types.ModuleType:
-    """Write to the cache, after the first tokens, one slot and one position too far on."""
+def _cache_one_ahead() -> types.ModuleType:
+    """Write tokens after a prompt one slot, and so one position, too far into the cache."""
     model = model_with()
     right = model.Llama.decode
 
     def decode(llama: Any, tokens: Array, cache: KVCache, counts: Array) -> tuple:
-        return right(
-            llama, tokens, cache._replace(lengths=cache.lengths + (cache.lengths > 0)), counts
-        )
+        ahead = cache._replace(lengths=cache.lengths + (cache.lengths > 0))
+        return right(llama, tokens, ahead, counts)
 
     model.Llama.decode = decode
     return model
 
 
-def _untied(config: LlamaConfig, params: Params) -> Model:
-    """Take a tied head for a separate one, which the file does not have."""
-    separate = dataclasses.replace(config, tie_embeddings=False)
-    return separate, {"lm_head": random_params(separate, 1)["lm_head"]} | params
-
-
 MUTATIONS = [
+    # RoPE's base is not the file's, such as 10,000 hard-coded.
     _wrong_field("theta x2", "rope_theta", lambda theta: 2 * theta),
+    # RoPE's scaling is ignored: Llama 3.1 run as Llama 3.
     _wrong_field("no scaling", "rope_scaling", lambda _: None),
-    _wrong_field(
-        "factor 8 for 32",
-        "rope_scaling",
-        lambda s: s and dataclasses.replace(s, factor=min(s.factor, 8.0)),
-    ),
+    # Llama 3.1's factor of RoPE's scaling is hard-coded; Llama 3.2 has 32.
+    _wrong_field("factor 8 for 32", "rope_scaling", _factor_at_most_8),
+    # The norms' epsilon is another release's: 1e-5 for 1e-6, or the reverse.
     _wrong_field("eps x10", "norm_eps", lambda eps: 10 * eps),
+    # Norms stand after attention and the MLP, not before them.
     Mutation("post-norm", model=_post_norm()),
+    # Key and value heads are tiled over the query heads, not repeated.
     Mutation(
         "heads n % kv",
         model=model_with(attention=_remainder_attention),
         applies=lambda config: 1 < config.num_kv_heads < config.num_heads,
     ),
+    # Rotary channels are left interleaved, as Meta's and GGUF's files have them.
     Mutation("q/k not permuted", _not_permuted),
+    # With grouped queries, keys are reordered with the number of query heads.
     Mutation("k permuted as q", _keys_permuted_as_queries, applies=_keys_divide_as_queries),
+    # The output head of a tied model is a separate, random matrix.
     Mutation("head untied", _untied, applies=lambda config: config.tie_embeddings),
+    # RoPE's tables are computed or stored in bfloat16.
     Mutation("bfloat16 RoPE", model=model_with(rope_tables=_bfloat16_tables)),
+    # The causal mask is off by one: a token sees the next one.
     Mutation("mask +1", model=model_with(Mask=_mask_one_ahead)),
-    Mutation("cache +1", model=_cache_one_on()),
+    # Decoded tokens are off by one in the cache.
+    Mutation("cache +1", model=_cache_one_ahead()),
 ]
+"""The known mistakes, in the order of the matrix's columns."""
 
 
 def mutation_checks() -> list[Check]:
-    """For every variant and mutation that concerns it: how far the mistake moves the logits from the oracle's."""
-
-    def moved(mutation: Mutation, variant: LlamaConfig) -> float:
-        config, params = mutation.misread(variant, weights(variant))
-        stacks, layers = params["layers"], range(config.num_layers)
-        # A layer each, of plain arrays: a scan, or a choice of ways to multiply, would be compiled for each mistake.
-        unrolled = {str(i): {name: stack[i] for name, stack in stacks.items()} for i in layers}
-        plain = jax.tree.map(jnp.asarray, DecodeParams(params | {"layers": unrolled}))
-        mistaken = implementation_of(mutation.model)
-        return float(
-            np.max(
-                [error(mistaken, config, plain, variant) for error in (whole_error, cached_error)]
-            )
-        )
-
+    """Return a check of each mutation with each variant that it concerns."""
     return [
-        Check("mutations", name, mutation.name, functools.partial(moved, mutation, config))
+        Check("mutations", name, mutation.name, functools.partial(mutation_error, mutation, config))
         for mutation in MUTATIONS
         for name, config in VARIANTS.items()
         if mutation.applies(config)
     ]
+
+
+def mutation_error(mutation: Mutation, variant: LlamaConfig) -> float:
+    """Compute how far a mistake moves the logits of a variant from the oracle's.
+
+    The result is the larger one of ``whole_error`` and ``cached_error``.
+    """
+    config, params = mutation.misread(variant, weights(variant))
+    # Plain arrays, one layer each: a scan over layers, or a choice of how to multiply, would be
+    # compiled for each mistake.
+    layers = {
+        str(index): {name: stack[index] for name, stack in params["layers"].items()}
+        for index in range(config.num_layers)
+    }
+    unrolled = jax.tree.map(jnp.asarray, DecodeParams(params | {"layers": layers}))
+    wrong = implementation_of(mutation.model)
+    errors = [compute(wrong, config, unrolled, variant) for compute in (whole_error, cached_error)]
+    return float(np.max(errors))

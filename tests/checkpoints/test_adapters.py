@@ -396,7 +396,7 @@ def test_what_does_not_fit_is_said(base, square, tmp_path):
     convert(run, tmp_path / "adapter.gguf", to="gguf-lora")
     save(LanguageModel(CONFIG, weights(CONFIG)), tmp_path / "model.gguf", "gguf")
     cases = {
-        tmp_path / "model.gguf": r"has general.type None, so it is no plain LoRA of a Llama",
+        tmp_path / "model.gguf": r"has general.type None, so it is not a plain LoRA of a Llama",
         base: "is no adapter that jllama knows: give PEFT's folder, a GGUF LoRA, or a run",
         tmp_path / "nowhere": "there is no adapter at",
     }
@@ -406,7 +406,7 @@ def test_what_does_not_fit_is_said(base, square, tmp_path):
     for alone in ("peft", "adapter.gguf"):
         with pytest.raises(
             JllamaError,
-            match="is an adapter: give its base as the checkpoint, and it with --adapter",
+            match="is an adapter: give its base as the checkpoint, and the adapter with --adapter",
         ):
             open_checkpoint(tmp_path / alone)
     with pytest.raises(UsageError, match="is not a training run, so it has no step 3"):
@@ -435,7 +435,7 @@ def test_what_cannot_be_written_is_refused_and_nothing_is(base, tmp_path):
     convert(run := run_of(base, "dora"), tmp_path / "peft", to="peft")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(
-        JllamaError, match=r"has DoRA, which GGUF cannot carry: merge it \(gguf\), or take peft"
+        JllamaError, match=r"has DoRA, which GGUF cannot carry: merge it \(gguf\), or choose peft"
     ):
         convert(run, tmp_path / "adapter.gguf", to="gguf-lora")
     with pytest.raises(UsageError, match="has no adapter to write as peft: give one with adapter"):
@@ -486,7 +486,7 @@ def test_numbers_that_are_not_finite_are_refused(base, number, to, tmp_path):
     params = adapter_params(CONFIG, lora)
     params["layers"]["wv"]["b"][1, 0, 3] = number
     adapter = make_run(tmp_path / "run", base, CONFIG, lora, params)
-    message = r"has NaN or infinity in layers/1/wv/b: give another copy, or an earlier one"
+    message = r"has NaN or infinity in layers/1/wv/b: use another copy, or an earlier one"
     if to != "run":
         read = registry._read_adapter(adapter, CONFIG, None)
         (tmp_path / "peft").mkdir()

@@ -577,7 +577,7 @@ def test_yarn_reads_as_transformers_does(attention, tmp_path):
         ({"num_hidden_layers": True}, "num_hidden_layers true"),
         (
             {"num_hidden_layers": 10**9},
-            "num_layers is 1,000,000,000, and no Llama's is over 10,000",
+            "num_layers is 1,000,000,000; it must be at most 10,000",
         ),
         ({"num_key_value_heads": 0}, "num_key_value_heads 0"),
         ({"num_key_value_heads": 3}, "num_kv_heads 3"),

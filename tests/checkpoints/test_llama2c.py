@@ -270,7 +270,7 @@ def test_sizes_are_believed_only_if_the_file_has_them(tmp_path):
             1,
             -most,
             most,
-        ): "vocab_size is 2,147,483,647, and no Llama's is over 16,777,216",
+        ): "vocab_size is 2,147,483,647; it must be at most 16,777,216",
         (
             128,
             96,
@@ -279,7 +279,7 @@ def test_sizes_are_believed_only_if_the_file_has_them(tmp_path):
             1,
             -50,
             64,
-        ): "num_layers is 2,147,483,647, and no Llama's is over 10,000",
+        ): "num_layers is 2,147,483,647; it must be at most 10,000",
         (128, 96, 2, 2, 0, -50, 64): "none may be 0",
         (128, 0, 2, 2, 1, -50, 64): "none may be 0",
         (128, 96, 2, 2, 1, 0, 64): "none may be 0",

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from jllama import oracle
 from jllama.checkpoints import meta
 from jllama.checkpoints import tensors as tensors_module
-from jllama.checkpoints.meta import read, recognizes, sharded, write
+from jllama.checkpoints.meta import read, recognizes, concatenate_shards, write
 from jllama.checkpoints.tensors import Checkpoint, TensorsOfParams, load_params
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError, UsageError
@@ -155,16 +155,16 @@ def test_logits_are_the_oracles_and_the_order_of_channels_matters(tmp_path, monk
     assert logits_error(checkpoint, expected, tokens) < 1e-5
 
     with monkeypatch.context() as patch:  # no permutation at all
-        patch.setattr(tensors_module, "reordered", lambda spec, tensor, *_, **__: tensor)
+        patch.setattr(tensors_module, "reorder_rotary", lambda spec, tensor, *_, **__: tensor)
         assert logits_error(read(folder, 32.0), expected, tokens) > 1e-3
     with monkeypatch.context() as patch:  # keys permuted as if they had as many heads as queries
-        real = tensors_module.reordered
+        real = tensors_module.reorder_rotary
 
         def as_if_multi_head(spec, tensor, config, to_half_split):
             head_dim = config.head_dim // (2 if spec.path.endswith("wk") else 1)
             return real(spec, tensor, dataclasses.replace(config, head_dim=head_dim), to_half_split)
 
-        patch.setattr(tensors_module, "reordered", as_if_multi_head)
+        patch.setattr(tensors_module, "reorder_rotary", as_if_multi_head)
         assert logits_error(read(folder, 32.0), expected, tokens) > 1e-3
 
 
@@ -201,7 +201,7 @@ def test_a_written_model_is_read_by_metas_rotation(tmp_path):
 def test_joined_is_the_concatenation():
     parts = [np.random.default_rng(n).standard_normal((3, 4)) for n in range(3)]
     for axis in (0, 1):
-        joined, whole = sharded(parts, axis), np.concatenate(parts, axis)
+        joined, whole = concatenate_shards(parts, axis), np.concatenate(parts, axis)
         assert (joined.shape, joined.dtype) == (whole.shape, whole.dtype)
         for start in range(whole.shape[0] + 1):
             for stop in range(start, whole.shape[0] + 1):
@@ -452,12 +452,12 @@ def test_the_factor_of_a_released_shape_is_that_models(tmp_path, monkeypatch, ca
         (folder / "params.json").write_text(json.dumps(params))
         assert read(folder).config == PRESETS[name]
         said = capsys.readouterr().err
-        assert said.startswith(f"note: RoPE factor {factor:g} of {name}, whose shape this is")
+        assert said.startswith(f"note: RoPE factor {factor:g} of {name}, which has this shape")
         assert said.count("\n") == 1
         assert read(folder, 9.0).config.rope_scaling == Llama3Scaling(9.0)
         assert capsys.readouterr().err == ""
     (folder / "params.json").write_text(json.dumps(params | {"rope_theta": 10_000}))
-    refused(folder, "no released Llama is of this shape: give rope_factor")
+    refused(folder, "no released Llama has this shape: give rope_factor")
 
 
 def test_scaled_rope_asks_for_its_factor(tmp_path):
@@ -475,7 +475,7 @@ def test_scaled_rope_asks_for_its_factor(tmp_path):
     numbers["rope_original_max_seq_len"] = 1024
     folder = metas_folder(tmp_path / "x", CONFIG, use_scaled_rope=True, **numbers)
     assert read(folder).config.rope_scaling == Llama3Scaling(4.0, 2.0, 3.5, 1024)
-    refused(folder, "says itself", 8.0, UsageError)
+    refused(folder, "has a factor of its own", 8.0, UsageError)
     refused(
         metas_folder(tmp_path / "x", CONFIG, **numbers),
         "numbers of RoPE scaling without use_scaled_rope",
@@ -508,7 +508,7 @@ WRONG_PARAMS = {
     "true layers": ({"n_layers": True}, "n_layers true"),
     "absurdly many layers": (
         {"n_layers": 10**9},
-        "num_layers is 1,000,000,000, and no Llama's is over 10,000",
+        "num_layers is 1,000,000,000; it must be at most 10,000",
     ),
     "one layer more": (
         {"n_layers": 3},
@@ -517,7 +517,7 @@ WRONG_PARAMS = {
     "one layer fewer": ({"n_layers": 1}, r"layers\.1\.ffn_norm\.weight is \[32\], expected none"),
     "absurd dim": (
         {"dim": 2**30, "multiple_of": None, "ffn_dim_multiplier": None},
-        "embed_dim is 1,073,741,824, and no Llama's is over 1,048,576",
+        "embed_dim is 1,073,741,824; it must be at most 1,048,576",
     ),
     "a dim past all bounds": ({"dim": 10**400}, "has dim 1000"),
     "heads that do not divide": ({"n_heads": 5}, "params.json: .*not divisible by num_heads 5"),
@@ -742,7 +742,7 @@ def test_the_tokenizer_lies_in_the_folder_or_beside_it(tmp_path):
     ("changes", "message"),
     [
         ({"head_dim": 6}, "no head_dim, so 8 heads of 6 in an embed_dim of 32"),
-        ({"rope_scaling": LinearScaling(2.0)}, "type llama3 alone, not linear"),
+        ({"rope_scaling": LinearScaling(2.0)}, "only RoPE scaling of type llama3, not linear"),
         ({"rope_scaling": DynamicScaling(2.0)}, "not dynamic"),
         ({"rope_scaling": YarnScaling(2.0)}, "not yarn"),
     ],

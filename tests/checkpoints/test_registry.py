@@ -507,7 +507,7 @@ def test_an_unknown_quantization():
     with pytest.raises(UsageError, match="quantize is 'int4'; it must be one of int8, or None"):
         unchecked(MODEL, "int4")
     with pytest.raises(
-        UsageError, match="quantize is 'int8', which is for decoding: leave it out, or take layout"
+        UsageError, match="quantize is 'int8', which is for decoding: leave it out, or set layout"
     ):
         load("unread", layout="training", quantize="int8")
 

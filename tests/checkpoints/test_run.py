@@ -154,7 +154,7 @@ def test_a_state_of_the_optimizer_in_another_form_is_told_from_another_model(fin
     with pytest.raises(JllamaError) as caught:
         checkpoints.restore(20, params, state)
     assert str(caught.value) == (
-        f"the checkpoint {finished.resolve() / '20'} is of another version, whose optimizer kept another state: begin "
+        f"the checkpoint {finished.resolve() / '20'} is of another version, whose optimizer has another state: begin "
         f"a new run from its weights, with init_from "
         f"(state/opt_state/1/0/mu/embed is float32{[*embed.shape]}, expected float32[3])"
     )

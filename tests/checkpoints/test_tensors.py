@@ -17,9 +17,9 @@ from jllama.checkpoints.tensors import (
     TensorsOfParams,
     blocks,
     load_params,
-    matched,
+    match_tensors,
     permuted,
-    reordered,
+    reorder_rotary,
     size_bytes,
 )
 from jllama.config import LlamaConfig
@@ -100,7 +100,7 @@ def test_only_queries_and_keys_are_reordered():
     for stored in tensor_specs(CONFIG):
         tensor = read[stored.key]
         for to_half_split in (True, False):
-            changed = isinstance(reordered(stored, tensor, CONFIG, to_half_split), LazyTensor)
+            changed = isinstance(reorder_rotary(stored, tensor, CONFIG, to_half_split), LazyTensor)
             assert changed == stored.path.endswith(("wq", "wk"))
 
 
@@ -135,14 +135,14 @@ def test_small_blocks_give_the_same_parameters(monkeypatch):
 def test_every_difference_is_listed(tmp_path):
     names = {stored.name("huggingface"): stored for stored in tensor_specs(CONFIG)}
     found = {name: np.zeros(stored.shape, np.float32) for name, stored in names.items()}
-    assert set(matched(found, CONFIG, "huggingface", tmp_path)) == {
+    assert set(match_tensors(found, CONFIG, "huggingface", tmp_path)) == {
         stored.key for stored in tensor_specs(CONFIG)
     }
     del found["lm_head.weight"], found["model.layers.1.mlp.up_proj.weight"]
     found["model.layers.2.mlp.up_proj.weight"] = np.zeros(1)
     found["model.norm.weight"] = np.zeros(9)
     with pytest.raises(JllamaError) as caught:
-        matched(found, CONFIG, "huggingface", tmp_path)
+        match_tensors(found, CONFIG, "huggingface", tmp_path)
     assert str(caught.value) == (
         f"{tmp_path} does not hold the model that its configuration describes: "
         "model.layers.1.mlp.up_proj.weight is absent, expected [12, 8]; model.norm.weight is [9], expected [8]; "

@@ -320,7 +320,7 @@ def test_settings_and_turns_change_in_the_conversation(chat, tmp_path):
         "/set temperature hot": "temperature is 'hot'; it must be a finite number",
         "/set temperature -1": "temperature is -1",
         "/set quantize int8": "there is no setting quantize",
-        "/retry": "nothing was said that could be taken back",
+        "/retry": "there is no question to take back",
         "/load": "/load needs the name of a file",
         f"/load {tmp_path}/none": f"{tmp_path}/none cannot be read: No such file",
     }

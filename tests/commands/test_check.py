@@ -58,7 +58,7 @@ def test_each_submission_is_judged_as_if_alone(submissions):
     assert norms["dora"] == "ModuleNotFoundError: No module named 'nothing_of_this_name'"
     assert norms["eve"].endswith("known mistake: eps is outside the square root.")
     assert found["ben"]["rope"].startswith(
-        "UsageError: rope is called as ``mine(x, positions, theta)``, "
+        "UsageError: rope is called as ``function(x, positions, theta)``, "
     )
     assert {problem for name, problem in found["anna"].items() if name != "rms_norm"} == {None}
 

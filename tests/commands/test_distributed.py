@@ -114,7 +114,7 @@ def test_a_run_goes_on_with_any_number_of_processes(small_run, workshop, read_ru
     left = workshop.finish(two[0])
     assert left.code == 1
     assert last_line(left.err).startswith(
-        "error: a process has died, failed, not come or been silent for 30 s: "
+        "error: a process has died, failed, never connected or been silent for 30 s: "
     )
     assert stopped < read_run.steps(run)[-1] < STEPS
 
@@ -153,7 +153,7 @@ def test_a_process_that_falls_silent_ends_the_others(workshop, read_run, start, 
         processes[silent].communicate()
     assert left.code == 1
     assert last_line(left.err).startswith(
-        "error: a process has died, failed, not come or been silent for 30 s: "
+        "error: a process has died, failed, never connected or been silent for 30 s: "
     )
 
 
@@ -233,7 +233,7 @@ def test_auto_where_there_is_no_cluster(workshop, tmp_path):
         ),
         (
             ("--distributed.num_processes", "2"),
-            "num_processes is 2; it must be left out without a coordinator as HOST",
+            "num_processes is 2; it must be left out unless distributed.coordinator is",
         ),
         (("--distributed.process_id", "1"), "process_id is 1; it must be from 0 to 0"),
     ],
@@ -278,7 +278,7 @@ def test_a_process_that_does_not_come(workshop, tmp_path):
         )
     )
     assert done.code == 1
-    told = "not all processes have come within 1 s: see what each one printed, then start all of them again"
+    told = "not all processes have connected within 1 s: read what each one printed, then start all of them again"
     assert done.err == f"error: {told}\n"
 
 
@@ -287,7 +287,7 @@ def test_a_port_in_use(workshop, capsys, tmp_path):
         port = server.getsockname()[1]
         err = refusal(capsys, workshop, tmp_path / "run", f"127.0.0.1:{port}", 0)
     assert err.startswith(
-        f"error: process 0 cannot listen on port {port}: give all another distributed.coordinator: "
+        f"error: process 0 cannot listen on port {port}: give all processes another distributed.coordinator: "
     )
     assert "Address already in use" in err
 

@@ -291,8 +291,8 @@ def test_what_cannot_be_scored_of_chats_is_one_sentence(place, chats, capsys):
 
 def test_tasks_without_lm_eval(place, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval.api.instance", None)
-    monkeypatch.delitem(sys.modules, "jllama.harness", raising=False)
-    monkeypatch.delattr("jllama.harness", raising=False)
+    monkeypatch.delitem(sys.modules, "jllama.evaluation.harness", raising=False)
+    monkeypatch.delattr("jllama.evaluation.harness", raising=False)
     assert cli.run("eval", [str(place / "model"), "--tasks", "arc_easy"]) == 1
     assert "error: lm-eval's tasks need its package" in (said := capsys.readouterr().err)
     assert said.endswith("pip install 'jllama[eval]'\n")

@@ -149,12 +149,10 @@ def test_a_check_that_raises_has_failed_and_the_others_go_on():
     assert matrix_json(results)["results"][0]["error"] is None
     *_, first, _, _, verdict = map(str, matrix(results, 80, 1.0))
     assert first == "conformance/a/x: ValueError: shapes differ"
-    assert verdict.startswith("FAIL: 1 of 4 checks passed, 1 are not for the attention they name")
+    assert verdict.startswith("FAIL: 1 of 4 checks passed, 1 refused by the attention")
     *_, table, _, verdict = matrix(results[-1:], 80, 1.0)
     assert [cell.plain for cell in table.columns[2].cells] == ["refused"]
-    assert str(verdict).startswith(
-        "PASS: 0 of 0 checks passed, 1 are not for the attention they name"
-    )
+    assert str(verdict).startswith("PASS: 0 of 0 checks passed, 1 refused by the attention")
 
 
 def printed(results, width):

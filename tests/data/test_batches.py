@@ -1,4 +1,4 @@
-"""Training batches resume exactly and any of their rows are theirs; validation sees each target once."""
+"""Training batches resume exactly, and any rows can be read; validation has each target once."""
 
 import itertools
 
@@ -24,10 +24,10 @@ def batches(count, **changes):
 
 
 def test_windows_are_runs_of_the_text():
-    found = batches(60)
-    assert found.shape == (60, 4, 11)
-    assert found.dtype == np.int32
-    np.testing.assert_array_equal(found, found[..., :1] + np.arange(11))
+    actual = batches(60)
+    assert actual.shape == (60, 4, 11)
+    assert actual.dtype == np.int32
+    np.testing.assert_array_equal(actual, actual[..., :1] + np.arange(11))
 
 
 @given(length=st.integers(11, 120), seq_len=st.integers(1, 10), seed=st.integers(0, 2**31))
@@ -47,9 +47,9 @@ def test_each_epoch_covers_the_text_with_other_boundaries(length, seq_len, seed)
 
 
 def test_epochs_differ_in_order_and_boundaries():
-    found = batches(100).reshape(-1, 11)[:300, 0].reshape(3, 100)
-    assert len({tuple(np.argsort(epoch)) for epoch in found}) == 3
-    assert len({epoch.min() for epoch in found}) > 1
+    actual = batches(100).reshape(-1, 11)[:300, 0].reshape(3, 100)
+    assert len({tuple(np.argsort(epoch)) for epoch in actual}) == 3
+    assert len({epoch.min() for epoch in actual}) > 1
     assert not np.array_equal(batches(5), batches(5, seed=2))
     np.testing.assert_array_equal(batches(5), batches(5))
 
@@ -74,11 +74,11 @@ def test_a_restored_iterator_goes_on_exactly(before):
 @pytest.mark.parametrize("rows", [slice(2, 4), [1], [0, 3]])
 def test_the_rows_of_a_process_are_those_of_the_whole_batch(rows):
     """Any can be asked for; the others, which are not read, are zeros."""
-    found, whole = batches(60, rows=rows), batches(60)
-    np.testing.assert_array_equal(found[:, rows], whole[:, rows])
+    actual, whole = batches(60, rows=rows), batches(60)
+    np.testing.assert_array_equal(actual[:, rows], whole[:, rows])
     whole[:, rows] = 0
-    found[:, rows] = 0
-    assert not found.any()
+    actual[:, rows] = 0
+    assert not actual.any()
     assert whole.any()
 
 
@@ -135,10 +135,10 @@ def test_validation_predicts_each_token_once(length, batch_size, seq_len):
 @given(length=st.integers(2, 500), seq_len=st.integers(1, 12), max_tokens=st.integers(1, 600))
 def test_validation_of_a_part_is_spread_evenly(length, seq_len, max_tokens):
     def targets(max_tokens):
-        found = validation_batches(
+        actual = validation_batches(
             TOKENS[:length], bos_id=BOS, batch_size=3, seq_len=seq_len, max_tokens=max_tokens
         )
-        return np.concatenate([tokens[:, 1:][counted[:, 1:]] for tokens, _, counted, _ in found])
+        return np.concatenate([tokens[:, 1:][counted[:, 1:]] for tokens, _, counted, _ in actual])
 
     part = targets(max_tokens)
     assert len(set(part.tolist())) == len(part) <= max(max_tokens, seq_len)

@@ -1,4 +1,4 @@
-"""Chats become rows in which every conversation is whole and once, in an order that is a function of seed and step."""
+"""Chats become rows with every conversation whole and once; seed and step decide the order."""
 
 import collections
 import dataclasses
@@ -67,7 +67,7 @@ def config(path, **options):
     where = {} if "mixture" in options else {"path": str(path)}
     return DataConfig(
         **where | options,
-        cache_dir=str(next(each for each in path.parents if each.is_dir()) / ".cache"),
+        cache_dir=str(next(folder for folder in path.parents if folder.is_dir()) / ".cache"),
     )
 
 
@@ -88,17 +88,20 @@ def conversations_of(split):
 
 def answers(data):
     """What counts, in words, of all conversations."""
-    found = [
+    actual = [
         counted for split in (data.train, data.validation) for _, counted in conversations_of(split)
     ]
-    return sorted(TOKENIZER.decode(counted) for counted in found)
+    return sorted(TOKENIZER.decode(counted) for counted in actual)
 
 
 # Rows
 
 
 def numbered(sizes, *, sources=None, weights=(1.0,), rows_each=1):
-    """Conversations whose tokens are their positions, from 1 on; every third of them counts, but for the first."""
+    """Conversations whose tokens are their positions, from 1 on.
+
+    Every third token counts, except the first of a conversation.
+    """
     starts = np.cumsum([0, *sizes])[:-1]
     total = int(sum(sizes))
     counted = np.arange(1, total + 1) % 3 == 0
@@ -109,11 +112,14 @@ def numbered(sizes, *, sources=None, weights=(1.0,), rows_each=1):
 
 
 def inside(rows, conversations):
-    """The conversations in each row, which must be whole, in segments 1, 2, ..., with nothing but padding behind."""
+    """The conversations in each row.
+
+    They must be whole, in segments 1, 2, ..., and only padding may follow.
+    """
     index_of = {
         int(conversations.tokens[start]): index for index, start in enumerate(conversations.starts)
     }
-    found = []
+    actual = []
     for tokens, segments, counted in zip(rows.tokens, rows.segments, rows.counted, strict=True):
         in_row, at = [], 0
         for segment in range(1, segments.max(initial=0) + 1):
@@ -131,8 +137,8 @@ def inside(rows, conversations):
         assert not tokens[at:].any()
         assert not segments[at:].any()
         assert not counted[at:].any()
-        found.append(in_row)
-    return found
+        actual.append(in_row)
+    return actual
 
 
 def take(count, conversations, **options):
@@ -193,8 +199,8 @@ def test_a_restored_iterator_goes_on_exactly(sizes, before, batch_size, packing)
     next(second)
     second.set_state(state)
     for rows, expected in zip(itertools.islice(second, 5), everything[before:], strict=True):
-        for found, wanted in zip(rows[:3], expected[:3], strict=True):
-            np.testing.assert_array_equal(found, wanted)
+        for array, expected_array in zip(rows[:3], expected[:3], strict=True):
+            np.testing.assert_array_equal(array, expected_array)
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -203,11 +209,11 @@ def test_the_rows_of_processes_are_those_of_the_whole_batch(packing):
     conversations = numbered([3, 60, 5, 7, 2, 4, 9] * 3)
     options = {"batch_size": 4, "seq_len": 63, "packing": packing}
     parts = [take(8, conversations, rows=rows, **options) for rows in ([0, 3], slice(1, 2), [2])]
-    for whole, *each in zip(take(8, conversations, **options), *parts, strict=True):
-        for found, wanted in zip(
-            map(sum, zip(*[rows[:3] for rows in each], strict=True)), whole, strict=False
+    for whole, *own_parts in zip(take(8, conversations, **options), *parts, strict=True):
+        for array, expected_array in zip(
+            map(sum, zip(*[rows[:3] for rows in own_parts], strict=True)), whole, strict=False
         ):
-            np.testing.assert_array_equal(found, wanted)
+            np.testing.assert_array_equal(array, expected_array)
 
 
 @given(sizes=SIZES, batch_size=st.integers(1, 4), rows_each=st.sampled_from([1, 2]))
@@ -217,14 +223,14 @@ def test_validation_has_every_conversation_once_in_order_and_one_shape(
     conversations = numbered(sizes * rows_each, rows_each=rows_each)
     reference = np.arange(1, len(conversations.sizes) + 1, dtype=np.float32)
     conversations = dataclasses.replace(conversations, reference=reference)
-    found = list(chat_validation_batches(conversations, batch_size=batch_size, seq_len=15))
-    assert {rows.tokens.shape for rows in found} == {(batch_size * rows_each, 16)}
-    order = [row for rows in found for row in inside(rows, conversations)]
+    actual = list(chat_validation_batches(conversations, batch_size=batch_size, seq_len=15))
+    assert {rows.tokens.shape for rows in actual} == {(batch_size * rows_each, 16)}
+    order = [row for rows in actual for row in inside(rows, conversations)]
     assert sorted(itertools.chain(*order)) == list(range(len(conversations.sizes)))
     firsts = [row[0] for row in order if row]
     assert firsts == sorted(firsts)
     expected = [float(sum(index + 1 for index in row)) for row in order]
-    assert np.concatenate([rows.reference for rows in found]).tolist() == expected
+    assert np.concatenate([rows.reference for rows in actual]).tolist() == expected
     if rows_each == 2:
         assert [row for row in order if row] == [
             [index] for index in range(len(conversations.sizes))
@@ -238,8 +244,8 @@ def test_a_part_of_validation_is_spread_evenly(rows_each):
     part = list(chat_validation_batches(conversations, **options, max_tokens=320))
     order = list(itertools.chain(*(row for rows in part for row in inside(rows, conversations))))
     assert order == [first + second for first in range(0, 200, 10) for second in (0, 1)]
-    (least,) = chat_validation_batches(conversations, **options, max_tokens=1)
-    assert [*itertools.chain(*inside(least, conversations))] == [0, 1]
+    (smallest,) = chat_validation_batches(conversations, **options, max_tokens=1)
+    assert [*itertools.chain(*inside(smallest, conversations))] == [0, 1]
 
 
 # Rows of one conversation each
@@ -248,9 +254,9 @@ def test_a_part_of_validation_is_spread_evenly(rows_each):
 def test_rows_of_one_have_two_lengths_and_no_more():
     sizes = [*range(2, 66), *[9] * 200]
     conversations = numbered(sizes)
-    found = take(400, conversations, batch_size=2, seq_len=64, packing=False)
-    assert {rows.tokens.shape for rows in found} == {(2, 17), (2, 65)}
-    for rows in found:
+    actual = take(400, conversations, batch_size=2, seq_len=64, packing=False)
+    assert {rows.tokens.shape for rows in actual} == {(2, 17), (2, 65)}
+    for rows in actual:
         longest = max(sizes[index] for (index,) in inside(rows, conversations))
         assert (rows.tokens.shape[1] == 17) == (longest <= 17)
     assert rows_an_epoch(conversations, seq_len=64, seed=0, packing=False) == len(sizes)
@@ -269,10 +275,10 @@ def test_pairs_stay_together_with_their_references():
         conversations, reference=-np.arange(len(sizes), dtype=np.float32)
     )
     assert rows_an_epoch(conversations, seq_len=63, seed=3) == 20
-    found = take(10, conversations, batch_size=2, seq_len=63)
-    assert {rows.tokens.shape for rows in found} == {(4, 17), (4, 64)}
+    actual = take(10, conversations, batch_size=2, seq_len=63)
+    assert {rows.tokens.shape for rows in actual} == {(4, 17), (4, 64)}
     pairs = []
-    for rows in found:
+    for rows in actual:
         order = [index for (index,) in inside(rows, conversations)]
         assert all(index % 2 == 0 for index in order[::2])
         assert order[1::2] == [index + 1 for index in order[::2]]
@@ -387,14 +393,14 @@ def test_every_kind_of_file_gives_the_same(tmp_path):
     write(tmp_path / "parts" / "1.jsonl", records[:11])
     write(tmp_path / "parts" / "sub" / "2.jsonl", records[11:])
     expected = prepare(path)
-    wanted = sorted(f"fine {number}" for number in range(30))
-    assert answers(expected) == wanted
+    expected_answers = sorted(f"fine {number}" for number in range(30))
+    assert answers(expected) == expected_answers
     for place in ("plain", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "parts"):
-        found = prepare(tmp_path / place)
-        assert conversations_of(found.train) == conversations_of(expected.train)
-        assert conversations_of(found.validation) == conversations_of(expected.validation)
-        assert found.counts == expected.counts
-    assert answers(prepare(tmp_path / "parts" / "**" / "*.jsonl")) == wanted
+        actual = prepare(tmp_path / place)
+        assert conversations_of(actual.train) == conversations_of(expected.train)
+        assert conversations_of(actual.validation) == conversations_of(expected.validation)
+        assert actual.counts == expected.counts
+    assert answers(prepare(tmp_path / "parts" / "**" / "*.jsonl")) == expected_answers
 
 
 def test_nulls_are_left_out(tmp_path):
@@ -410,24 +416,24 @@ def test_nulls_are_left_out(tmp_path):
         {"messages": [user("q"), assistant("a")], "text": None, "id": 3},
     ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    found = list(read_records([tmp_path / "a.parquet"]))
-    assert [record.form for record in found] == [("messages",), ("text",), ("messages",)]
-    assert [record.where for record in found] == [
+    actual = list(read_records([tmp_path / "a.parquet"]))
+    assert [record.form for record in actual] == [("messages",), ("text",), ("messages",)]
+    assert [record.where for record in actual] == [
         f"{tmp_path}/a.parquet row {number}" for number in (1, 2, 3)
     ]
     template = (
         "{% for m in messages %}{{ m.role }}{% generation %}{{ m }}{% endgeneration %}{% endfor %}"
     )
-    (ids, _), *_ = record_tokens(found[0], TOKENIZER, template, STOP_IDS)
+    (ids, _), *_ = record_tokens(actual[0], TOKENIZER, template, STOP_IDS)
     assert "{'role': 'user', 'content': 'q'}" in TOKENIZER.decode(ids)
     assert "'content': None" in TOKENIZER.decode(ids)
-    (ids, _), *_ = record_tokens(found[2], TOKENIZER, template, STOP_IDS)
+    (ids, _), *_ = record_tokens(actual[2], TOKENIZER, template, STOP_IDS)
     assert "tool_calls" not in TOKENIZER.decode(ids)
 
 
 def tokens_of(record, tmp_path, template=CHATML):
-    (found,) = read_records([write(tmp_path / "a.jsonl", [record])])
-    sides = record_tokens(found, TOKENIZER, template, STOP_IDS)
+    (actual,) = read_records([write(tmp_path / "a.jsonl", [record])])
+    sides = record_tokens(actual, TOKENIZER, template, STOP_IDS)
     return [
         (ids, [id for id, counts in zip(ids, mask, strict=True) if counts]) for ids, mask in sides
     ]
@@ -475,8 +481,8 @@ def test_chosen_and_rejected(tmp_path):
     assert conversations_of(prepare(tmp_path / "c.parquet").train) == conversations_of(data.train)
     assert data.rows_each == data.train.rows_each == 2
     assert answers(data) == ["no"] * 20 + ["yes"] * 20
-    said = [TOKENIZER.decode(counted) for _, counted in conversations_of(data.train)]
-    assert said == ["yes", "no"] * (len(said) // 2)
+    texts = [TOKENIZER.decode(counted) for _, counted in conversations_of(data.train)]
+    assert texts == ["yes", "no"] * (len(texts) // 2)
     assert sum(counts["conversations"] for counts in data.counts.values()) == 40
 
 
@@ -495,8 +501,11 @@ def test_exactly_the_completion_is_learned(tmp_path):
         ((ids, counted),) = tokens_of({"prompt": prompt, "completion": answer}, tmp_path)
         assert counted == [*TOKENIZER.encode("the end"), END]
         assert ids == tokens_of({"messages": [*prompt, assistant("the end")]}, tmp_path)[0][0]
-    for asked in ("more", [user("more")]):
-        record = {"prompt": asked, "completion": [assistant("one"), user("more"), assistant("two")]}
+    for prompt in ("more", [user("more")]):
+        record = {
+            "prompt": prompt,
+            "completion": [assistant("one"), user("more"), assistant("two")],
+        }
         ((ids, counted),) = tokens_of(record, tmp_path)
         whole = [user("more"), *record["completion"]]
         assert (ids, counted) == tokens_of({"messages": whole}, tmp_path)[0]
@@ -525,13 +534,15 @@ OWN = {"messages": [{"role": "system", "content": "Be brief."}, user("q\nmore"),
 @pytest.mark.parametrize(
     "record",
     [
-        {"conversations": [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "q\nmore"},
+        {"conversations": [{"from": "system", "value": "Be brief."},
+                           {"from": "human", "value": "q\nmore"},
                            {"from": "gpt", "value": "a"}]},
         {"conversations": OWN["messages"][1:], "system": "Be brief."},
         {"instruction": "q", "input": "more", "output": "a", "system": "Be brief.", "text": "no"},
         {"instruction": "q\nmore", "input": "", "output": "a", "system": "Be brief."},
         {"messages": [{"role": "developer", "content": "Be brief."},
-                      {"role": "user", "content": [{"type": "text", "text": "q"}, {"type": "text", "text": "more"}],
+                      {"role": "user",
+                       "content": [{"type": "text", "text": "q"}, {"type": "text", "text": "more"}],
                        "name": "Ann"},
                       {"role": "assistant", "content": "a", "weight": 1, "refusal": None}]},
     ],
@@ -549,19 +560,19 @@ def test_the_fields_of_others(tmp_path, record):
         "bom.json": "\ufeff " + json.dumps([record]),
     }.items():
         (tmp_path / name).write_text(content)
-        (found,) = read_records([tmp_path / name])
-        assert record_tokens(found, TOKENIZER, CHATML, STOP_IDS)[0][0] == expected
+        (actual,) = read_records([tmp_path / name])
+        assert record_tokens(actual, TOKENIZER, CHATML, STOP_IDS)[0][0] == expected
         assert data_task(config(tmp_path / name, text_field="body")) == "chat"
 
 
 def test_a_weight_of_0_is_not_learned(tmp_path):
-    said = [
+    turns = [
         user("a"),
         assistant("one") | {"weight": 0},
         user("b"),
         assistant("two") | {"weight": 1},
     ]
-    ((_, counted),) = tokens_of({"messages": said}, tmp_path)
+    ((_, counted),) = tokens_of({"messages": turns}, tmp_path)
     assert counted == [*TOKENIZER.encode("two"), END]
     with pytest.raises(
         JllamaError, match=r"line 1: message 1 has 'role', 'content', 'weight'; it must have just"
@@ -570,20 +581,23 @@ def test_a_weight_of_0_is_not_learned(tmp_path):
     with pytest.raises(
         JllamaError, match=r"line 1: no answer has a weight of 1, so there is nothing to learn"
     ):
-        tokens_of({"messages": said[:2]}, tmp_path)
+        tokens_of({"messages": turns[:2]}, tmp_path)
 
 
 def test_arguments_are_learned_once_encoded(tmp_path):
     """OpenAI has them as JSON in a string: as that, and as an object, they are the same."""
-    template = "{% for m in messages %}{{ m.role + m.content }}{% for c in m.tool_calls %}{{ c.function | tojson }}"
+    template = (
+        "{% for m in messages %}{{ m.role + m.content }}{% for c in m.tool_calls %}"
+        "{{ c.function | tojson }}"
+    )
     template += "{% endfor %}<|im_end|>{% endfor %}"
-    found = []
+    actual = []
     for arguments in ({"city": "Rome"}, '{"city": "Rome"}'):
         calls = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}]
         record = {"messages": [user("q"), {"role": "assistant", "tool_calls": calls}]}
-        found += tokens_of(record, tmp_path, template)
-    assert found[0] == found[1]
-    assert TOKENIZER.decode(found[0][1]) == '{"name": "f", "arguments": {"city": "Rome"}}'
+        actual += tokens_of(record, tmp_path, template)
+    assert actual[0] == actual[1]
+    assert TOKENIZER.decode(actual[0][1]) == '{"name": "f", "arguments": {"city": "Rome"}}'
     for wrong in ("[1]", "{", 3):
         calls[0]["function"]["arguments"] = wrong
         with pytest.raises(
@@ -651,13 +665,16 @@ def test_the_split_depends_on_nothing_but_the_records(tmp_path_factory, numbers,
     order.shuffle(shuffled)
     folder = tmp_path_factory.mktemp("split")
     first, second = (
-        prepare(write(folder / name / "a.jsonl", map(chat, each)), validation_fraction=fraction)
-        for name, each in (("a", numbers), ("b", shuffled))
+        prepare(
+            write(folder / name / "a.jsonl", map(chat, numbers_in_order)),
+            validation_fraction=fraction,
+        )
+        for name, numbers_in_order in (("a", numbers), ("b", shuffled))
     )
     for split in ("train", "validation"):
-        found = sorted(conversations_of(getattr(first, split)))
-        assert found == sorted(conversations_of(getattr(second, split)))
-        assert found
+        actual = sorted(conversations_of(getattr(first, split)))
+        assert actual == sorted(conversations_of(getattr(second, split)))
+        assert actual
     train, held_out = (
         {tuple(ids) for ids, _ in conversations_of(split)}
         for split in (first.train, first.validation)
@@ -734,14 +751,14 @@ def test_pairs_are_cut_or_dropped_together(tmp_path):
 def test_tokens_are_kept_and_found_again(tmp_path, monkeypatch):
     path = write(tmp_path / "a.jsonl", map(chat, range(30)))
     first = prepare(path)
-    asked = []
+    calls = []
     monkeypatch.setattr(
-        chats, "record_tokens", lambda *rest: asked.append(rest) or record_tokens(*rest)
+        chats, "record_tokens", lambda *rest: calls.append(rest) or record_tokens(*rest)
     )
     again = prepare(path)
     assert again.fingerprint == first.fingerprint
     assert isinstance(again.train.tokens, np.memmap)
-    assert not asked
+    assert not calls
     changes = [
         {"validation_fraction": 0.5},
         {"packing": False},
@@ -751,7 +768,7 @@ def test_tokens_are_kept_and_found_again(tmp_path, monkeypatch):
     ]
     others = [prepare(path, **change).fingerprint for change in changes]
     assert len({first.fingerprint, *others}) == 6
-    assert len(asked) == 3 * 30  # neither the split nor packing is of the tokens
+    assert len(calls) == 3 * 30  # neither the split nor packing is of the tokens
     write(path, map(chat, range(31)))
     assert prepare(path).fingerprint not in (first.fingerprint, *others)
     folders = list((tmp_path / ".cache").iterdir())
@@ -974,8 +991,8 @@ def test_another_template_than_the_checkpoints(checkpoint, tmp_path):
         LlamaConfig(), init_from=str(checkpoint), data=data, training=LoopConfig(sample_tokens=0)
     )
     _, prepared, origin = resolved(options, None)
-    (found,) = {TOKENIZER.decode(ids).split(" ")[0] for ids, _ in conversations_of(prepared.train)}
-    assert (found, origin.chat_template) == ("user:", template.read_text())
+    (actual,) = {TOKENIZER.decode(ids).split(" ")[0] for ids, _ in conversations_of(prepared.train)}
+    assert (actual, origin.chat_template) == ("user:", template.read_text())
     template.unlink()
     with pytest.raises(
         JllamaError, match=r"mine.jinja' cannot be read: give a file or one of chatml"
@@ -1009,7 +1026,7 @@ def train(checkpoint, folder, path, *options):
 
 
 @pytest.mark.parametrize(
-    ("line", "options", "code", "said"),
+    ("line", "options", "code", "message"),
     [
         (
             json.dumps({"messages": [user("q")]}),
@@ -1025,13 +1042,13 @@ def train(checkpoint, folder, path, *options):
         ),
     ],
 )
-def test_a_mistake_is_one_sentence(checkpoint, tmp_path, line, options, code, said):
+def test_a_mistake_is_one_sentence(checkpoint, tmp_path, line, options, code, message):
     path = write(tmp_path / "a.jsonl", map(chat, range(30)))
     with path.open("a") as file:
         file.write(line + "\n")
-    found, printed = train(checkpoint, tmp_path, path, *options)
-    assert found == code
-    assert said in printed
+    actual, printed = train(checkpoint, tmp_path, path, *options)
+    assert actual == code
+    assert message in printed
     assert printed.count("\n") == 1
     assert not (tmp_path / "run").exists()
     assert not any((tmp_path / "cache").rglob("*"))

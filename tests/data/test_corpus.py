@@ -1,4 +1,4 @@
-"""Every kind of corpus is read in one order, and every bad one is one sentence that names the place."""
+"""Every kind of corpus is read in one order; a bad one is one sentence that names the place."""
 
 import gzip
 import hashlib
@@ -125,21 +125,23 @@ def test_missing_and_empty(tmp_path):
     st.integers(1, 30),
     st.integers(1, 30),
 )
-def test_a_text_in_blocks_is_the_text_cut_behind_lines_or_words(text, size, step):
+def test_a_text_in_chunks_is_the_text_cut_behind_lines_or_words(text, size, step):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "BLOCK", size)
-        patch.setattr(corpus, "LONGEST_BLOCK", 90)
-        blocks = list(corpus.cut(text[start : start + step] for start in range(0, len(text), step)))
-    assert "".join(blocks) == text
-    assert all(blocks)
-    for before, after in itertools.pairwise(blocks):
+        patch.setattr(corpus, "CHUNK", size)
+        patch.setattr(corpus, "LONGEST_CHUNK", 90)
+        chunks = list(
+            corpus.cut_chunks(text[start : start + step] for start in range(0, len(text), step))
+        )
+    assert "".join(chunks) == text
+    assert all(chunks)
+    for before, after in itertools.pairwise(chunks):
         is_line = before[-1] == "\n" and not before[-2].isspace() and not after[0].isspace()
         is_word = before[-1].isalpha() and after[0] == " " and after[1].isalpha()
         assert is_line or is_word or len(before) >= 90
 
 
 def test_a_large_file_is_read_again_and_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus, "BLOCK", 50)
+    monkeypatch.setattr(corpus, "CHUNK", 50)
     text = "é the 世界 quick\n" * 100
     (tmp_path / "a.txt").write_text(text)
     (document,) = read_corpus(corpus_files(str(tmp_path), tmp_path).values())
@@ -181,7 +183,7 @@ def test_another_encoding(tmp_path):
         ):
             list(read_corpus([files["b.txt"]], encoding=name))
     (tmp_path / "b.txt").write_bytes(b"a\0")
-    with pytest.raises(JllamaError, match=r"b.txt must .*: it has a NUL, which no text has"):
+    with pytest.raises(JllamaError, match=r"b.txt must .*: it has a NUL character, which"):
         list(read_corpus([files["b.txt"]], encoding="latin-1"))
 
 
@@ -196,7 +198,7 @@ def test_all_bad_files_are_named_or_left_out(tmp_path):
         bad = corpus.Findings(policy)
         documents = read_corpus(corpus_files(str(tmp_path), tmp_path).values(), findings=bad)
         assert ["".join(document()) for document in documents] == ["c", "d", "e"]
-        assert [line.removeprefix(f"{tmp_path}/").split()[:3] for line in bad.named] == [
+        assert [line.removeprefix(f"{tmp_path}/").split()[:3] for line in bad.problems] == [
             ["a.txt", "must", "be"],
             ["b.bin", "must", "be"],
             ["c.jsonl", "line", "2"],
@@ -211,7 +213,7 @@ def test_all_bad_files_are_named_or_left_out(tmp_path):
         else:
             assert bad.finish() == [
                 "4 rows or files cannot be learned from: data.bad_rows skip leaves them out",
-                *bad.named,
+                *bad.problems,
             ]
 
 
@@ -241,7 +243,7 @@ def test_an_array_that_is_bad(tmp_path, text):
     (tmp_path / "a.jsonl").write_text(text)
     with pytest.raises(
         JllamaError,
-        match=r"a.jsonl (element 2 is not a JSON object: 'int'|is no JSON array of up to)",
+        match=r"a.jsonl (element 2 is not a JSON object: 'int'|is not a JSON array of at most)",
     ):
         read(tmp_path)
 
@@ -249,7 +251,7 @@ def test_an_array_that_is_bad(tmp_path, text):
 def test_an_array_that_is_too_long(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus, "LONGEST_LINE", 30)
     (tmp_path / "a.jsonl").write_text('[\n{"text": "a"},\n{"text": "b"}]')
-    with pytest.raises(JllamaError, match=r"a.jsonl is no JSON array of up to 30 bytes: "):
+    with pytest.raises(JllamaError, match=r"a.jsonl is not a JSON array of at most 30 bytes: "):
         read(tmp_path)
 
 
@@ -260,7 +262,7 @@ PACK = {"gz": gzip.compress, "zst": zstd.compress}
 
 @pytest.mark.parametrize("suffix", PACK)
 def test_packed_files(tmp_path, suffix, monkeypatch):
-    monkeypatch.setattr(corpus, "BLOCK", 100)
+    monkeypatch.setattr(corpus, "CHUNK", 100)
     pack = PACK[suffix]
     text, lines = "the quick é\n" * 99, b'{"text": "one"}\n\n{"text": "two"}\n'
     (tmp_path / f"a.txt.{suffix}").write_bytes(
@@ -333,7 +335,7 @@ def parquet(path, columns, **options):
 
 
 def test_parquet(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus, "BLOCK", 10)
+    monkeypatch.setattr(corpus, "CHUNK", 10)
     texts = [f"text {number} é\n" * (number % 5) for number in range(500)] + [None]
     expected = [text for text in texts if text]
     for kind in (

@@ -1,4 +1,4 @@
-"""Tokens on disk: the split, the types, the cache, and nothing that looks finished after a crash."""
+"""Tokens on disk: the split, the types, the cache; after a crash nothing looks finished."""
 
 import gzip
 import json
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jllama.data import corpus as corpora
 from jllama.data import tokens
 from jllama.data.config import DataConfig
-from jllama.data.corpus import cut
+from jllama.data.corpus import cut_chunks
 from jllama.data.tokens import SPLITS, prepare_data
 from jllama.errors import JllamaError, UsageError
 from jllama.tokenizers import BytesTokenizer, as_huggingface, train_sentencepiece
@@ -44,15 +44,15 @@ def config(corpus, **changes):
 
 
 def split_documents(texts, fraction):
-    """Splits and texts, as ``tokens.split_documents`` gives them in blocks."""
-    found = []
+    """Splits and texts, as ``tokens.split_documents`` gives them in chunks."""
+    actual = []
     parts = [lambda text=text: (text[i : i + 3] for i in range(0, len(text), 3)) for text in texts]
-    for block in tokens.split_documents(parts, fraction):
-        assert block.text
-        assert block.starts == (not found or found[-1][-1].ends)
-        found = [*found, [block]] if block.starts else [*found[:-1], [*found[-1], block]]
-    assert all(len({block.split for block in part}) == 1 and part[-1].ends for part in found)
-    return [(part[0].split, "".join(block.text for block in part)) for part in found]
+    for chunk in tokens.split_documents(parts, fraction):
+        assert chunk.text
+        assert chunk.starts == (not actual or actual[-1][-1].ends)
+        actual = [*actual, [chunk]] if chunk.starts else [*actual[:-1], [*actual[-1], chunk]]
+    assert all(len({chunk.split for chunk in part}) == 1 and part[-1].ends for part in actual)
+    return [(part[0].split, "".join(chunk.text for chunk in part)) for part in actual]
 
 
 def documents(dataset, split):
@@ -120,7 +120,7 @@ def test_few_documents_are_cut_each(texts, fraction):
     assert all(text for _, text in split)
 
 
-# Blocks
+# Chunks
 
 PIECES = [
     "the",
@@ -157,11 +157,11 @@ TOKENIZERS = {
 }
 
 
-def blocks_of(text, step):
-    return list(cut(text[start : start + step] for start in range(0, len(text), step)))
+def chunks_of(text, step):
+    return list(cut_chunks(text[start : start + step] for start in range(0, len(text), step)))
 
 
-def ids_in_blocks(tokenizer, texts):
+def ids_in_chunks(tokenizer, texts):
     first, *rest = texts or [""]
     return tokenizer.encode(first) + [
         id for text in rest for id in tokens.encode_rest(tokenizer, text)
@@ -173,30 +173,30 @@ def ids_in_blocks(tokenizer, texts):
     st.lists(st.sampled_from(PIECES) | st.text(max_size=2), max_size=80).map("".join),
     st.integers(1, 40),
 )
-def test_blocks_have_the_ids_of_the_whole_text(name, text, block):
+def test_chunks_have_the_ids_of_the_whole_text(name, text, chunk):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpora, "BLOCK", block)
-        texts = blocks_of(text, 7)
+        patch.setattr(corpora, "CHUNK", chunk)
+        texts = chunks_of(text, 7)
         assert "".join(texts) == text
-        assert ids_in_blocks(TOKENIZERS[name], texts) == TOKENIZERS[name].encode(text)
+        assert ids_in_chunks(TOKENIZERS[name], texts) == TOKENIZERS[name].encode(text)
 
 
 @pytest.mark.parametrize("end", ["\n", "\n\n", "\r\n", " "])
-def test_most_texts_are_cut_into_blocks(end, monkeypatch):
-    monkeypatch.setattr(corpora, "BLOCK", 100)
-    texts = blocks_of(f"the user{end}" * 200, 50)
+def test_most_texts_are_cut_into_chunks(end, monkeypatch):
+    monkeypatch.setattr(corpora, "CHUNK", 100)
+    texts = chunks_of(f"the user{end}" * 200, 50)
     assert len(texts) > 10
     assert max(map(len, texts)) < 200
 
 
 @pytest.mark.parametrize("text", ["a" * 1000, "\n" * 1000, "世界" * 500, " " * 1000])
 def test_a_text_without_a_place_to_cut_is_cut_somewhere_and_comes_back(text, monkeypatch):
-    monkeypatch.setattr(corpora, "BLOCK", 50)
-    monkeypatch.setattr(corpora, "LONGEST_BLOCK", 200)
-    texts = blocks_of(text, 50)
+    monkeypatch.setattr(corpora, "CHUNK", 50)
+    monkeypatch.setattr(corpora, "LONGEST_CHUNK", 200)
+    texts = chunks_of(text, 50)
     assert [len(part) for part in texts] == [200] * 5
     for tokenizer in TOKENIZERS.values():
-        assert tokenizer.decode(ids_in_blocks(tokenizer, texts)) == text
+        assert tokenizer.decode(ids_in_chunks(tokenizer, texts)) == text
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
@@ -210,17 +210,17 @@ def test_a_large_file_is_prepared_as_if_it_were_whole(tmp_path, monkeypatch, fil
         (tmp_path / "corpus" / f"{number:02}.txt").write_text(text)
     settings = {"tokenizer": tokenizer, "vocab_size": 290}
     whole = prepare_data(config(tmp_path / "corpus", **settings))
-    monkeypatch.setattr(corpora, "BLOCK", 100)
-    monkeypatch.setattr(tokens, "CHUNK_CHARS", 1)
-    blocks = prepare_data(
+    monkeypatch.setattr(corpora, "CHUNK", 100)
+    monkeypatch.setattr(tokens, "GROUP_CHARS", 1)
+    chunks = prepare_data(
         config(tmp_path / "corpus", cache_dir=str(tmp_path / "other"), **settings)
     )
-    assert blocks.counts == whole.counts  # also the fingerprint of the vocabulary
+    assert chunks.counts == whole.counts  # also the fingerprint of the vocabulary
     for split in SPLITS:
-        np.testing.assert_array_equal(getattr(blocks, split), getattr(whole, split))
+        np.testing.assert_array_equal(getattr(chunks, split), getattr(whole, split))
     expected = split_documents(texts, 0.1)
     for split in SPLITS:
-        assert documents(blocks, split) == [text for name, text in expected if name == split]
+        assert documents(chunks, split) == [text for name, text in expected if name == split]
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
@@ -316,7 +316,7 @@ def test_the_trained_tokenizer_never_saw_the_validation_split(corpus):
 
 def test_small_groups_and_many_threads_give_the_same_files(corpus, monkeypatch):
     whole = prepare_data(config(corpus))
-    monkeypatch.setattr(tokens, "CHUNK_CHARS", 1)
+    monkeypatch.setattr(tokens, "GROUP_CHARS", 1)
     pieces = prepare_data(config(corpus, cache_dir=str(corpus.parent / "other")))
     for split in tokens.SPLITS:
         np.testing.assert_array_equal(getattr(whole, split), getattr(pieces, split))
@@ -332,7 +332,9 @@ def test_an_error_leaves_nothing_behind(corpus):
 
 def test_a_kill_leaves_nothing_that_looks_finished(corpus):
     code = (
-        "import json, os, signal, sys; from jllama.data import tokens; from jllama.data.config import DataConfig\n"
+        "import json, os, signal, sys\n"
+        "from jllama.data import tokens\n"
+        "from jllama.data.config import DataConfig\n"
         "tokens.json.dumps = lambda *args, kill=json.dumps, **kw: "
         "os.kill(os.getpid(), signal.SIGKILL) if kw else kill(*args)\n"
         "tokens.prepare_data(DataConfig(**eval(sys.argv[1])))"

@@ -52,8 +52,8 @@ def expected(row):
     return log_probs[np.arange(len(row) - 1), row[1:]], logits.argmax(axis=-1)
 
 
-def assert_close(actual, wanted):
-    np.testing.assert_allclose(actual, wanted, rtol=TOLERANCE, atol=TOLERANCE)
+def assert_close(actual, expected):
+    np.testing.assert_allclose(actual, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_perplexity_of_a_text():
@@ -113,9 +113,8 @@ def test_rows_of_all_lengths_take_two_compilations():
     for lengths in ((), range(1, 50), range(49, 0, -1), range(1, 49, 3)):
         token_log_probs(MODEL, [[1] * length for length in lengths], batch_size=BATCH)
         sizes.append(scoring._score._cache_size())
-    assert (
-        sizes[1] <= sizes[0] + 2
-    )  # up to 32 tokens, and the context of 48; other tests may have run before
+    # Up to 32 tokens, and the context of 48; other tests may have run before.
+    assert sizes[1] <= sizes[0] + 2
     assert sizes[1] == sizes[2] == sizes[3]
 
 
@@ -128,12 +127,12 @@ def test_logits_of_a_large_vocabulary_take_256_mib_at_a_time():
         [int(size) for size in shape.split(",")]
         for shape in re.findall(r"f32\[([\d,]+)\]", str(computation))
     ]
-    most = max(math.prod(shape) for shape in shapes if shape[-1] == 128_256)
-    assert 2**26 < 4 * most <= 2**28
+    limit = max(math.prod(shape) for shape in shapes if shape[-1] == 128_256)
+    assert 2**26 < 4 * limit <= 2**28
 
 
 @pytest.mark.parametrize(
-    ("rows", "counts", "said"),
+    ("rows", "counts", "message"),
     [
         (
             [[1] * 50],
@@ -145,8 +144,8 @@ def test_logits_of_a_large_vocabulary_take_256_mib_at_a_time():
         ([[-1, 2]], None, "tokens holds the id -1; this model's are 0 to 279"),
     ],
 )
-def test_bad_rows(rows, counts, said):
-    with pytest.raises(UsageError, match=said):
+def test_bad_rows(rows, counts, message):
+    with pytest.raises(UsageError, match=message):
         token_log_probs(MODEL, rows, counts)
 
 
@@ -229,7 +228,9 @@ def test_max_tokens_are_the_first_ones():
 
 
 def test_bytes_are_those_of_the_text_whatever_the_tokenizer():
-    """SentencePiece puts a space in front of a text, which is not the text's; a model that adds no BOS gets one."""
+    """SentencePiece puts a space in front of a text, which is not the text's; a model that adds no
+    BOS gets one.
+    """
     tokenizer = train_sentencepiece(
         ["the cat sat on the mat, and the other cats sat on the other mats\n"] * 3, 280
     )
@@ -243,7 +244,7 @@ def test_bytes_are_those_of_the_text_whatever_the_tokenizer():
 
 
 @pytest.mark.parametrize(
-    ("text", "changes", "error", "said"),
+    ("text", "changes", "error", "message"),
     [
         ("", {}, JllamaError, "the texts have no tokens to score"),
         (
@@ -258,8 +259,8 @@ def test_bytes_are_those_of_the_text_whatever_the_tokenizer():
         ("a", {"batch_size": 0}, UsageError, "batch_size is 0; it must be at least 1"),
     ],
 )
-def test_what_cannot_be_scored(text, changes, error, said):
-    with pytest.raises(error, match=said):
+def test_what_cannot_be_scored(text, changes, error, message):
+    with pytest.raises(error, match=message):
         score_texts(MODEL, [text], **({"window": 8, "stride": 4, "batch_size": BATCH} | changes))
 
 

@@ -22,7 +22,7 @@ from jllama.functional import (
 from jllama.verify.checks import relative_error
 
 BATCH = 2
-HERE = [name for name, each in ATTENTION.items() if not each.platform]
+HERE = [name for name, implementation in ATTENTION.items() if not implementation.platform]
 # heads, kv_heads, seq, kv_seq, head_dim: multi-head, grouped, multi-query, one step of decoding
 SHAPES = [(4, 4, 7, 7, 64), (8, 2, 9, 9, 64), (6, 1, 5, 12, 80), (4, 2, 1, 16, 64)]
 seeds = st.integers(0, 2**32 - 1)
@@ -71,8 +71,8 @@ def draw_small_mask(seed, seq, kv_seq):
     lengths = rng.integers(0, kv_seq + 1, BATCH) if rng.random() < 0.5 else None
     return Mask(
         *(
-            None if each is None else jnp.asarray(each, jnp.int32)
-            for each in (offset, *segments, lengths)
+            None if field is None else jnp.asarray(field, jnp.int32)
+            for field in (offset, *segments, lengths)
         )
     )
 
@@ -83,7 +83,7 @@ def loops(mask, seq, kv_seq):
         same = mask.query_segments is None or mask.query_segments[b, t] == mask.key_segments[b, s]
         return s <= up_to and same and (mask.lengths is None or s < mask.lengths[b])
 
-    mask = Mask(*(None if each is None else np.asarray(each) for each in mask))
+    mask = Mask(*(None if field is None else np.asarray(field) for field in mask))
     return np.array(
         [[[sees(b, t, s) for s in range(kv_seq)] for t in range(seq)] for b in range(BATCH)]
     )
@@ -134,11 +134,11 @@ def test_every_implementation_equals_the_oracle(small_blocks, implementation, se
     assert relative_error(attended(*single(arrays), mask, implementation), expected) < 1e-5
     if ATTENTION[implementation].backward:
         gradients = attended_gradients(*single(arrays), mask, implementation)
-        for ours, theirs in zip(
+        for gradient, reference in zip(
             gradients, attention_gradients(*single(arrays), jnp.asarray(dense)), strict=True
         ):
-            assert np.all(np.isfinite(ours))
-            assert relative_error(ours, theirs) < 1e-5
+            assert np.all(np.isfinite(gradient))
+            assert relative_error(gradient, reference) < 1e-5
     with jax.enable_x64(True):
         if implementation == "xla":
             with pytest.raises(
@@ -187,7 +187,10 @@ def test_blocks_hold_no_more_than_a_block_of_scores():
 
 
 def test_no_masks_of_all_blocks_are_kept_for_all_layers():
-    """JAX computes ahead of a scan over layers what does not depend on them: masks would be as large as the scores."""
+    """JAX computes what does not depend on a layer before the scan over layers.
+
+    All masks together would be as large as the scores.
+    """
 
     def temporaries(seq):
         def objective(arrays):

@@ -1,4 +1,4 @@
-"""Normalization, the feed-forward network and rotary embedding, each against the oracle and its own properties."""
+"""Normalization, the feed-forward network and rotary embedding, each against the oracle."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,7 @@
-"""Attention over a cache, by each entry for it: right wherever blocks end, and the same bits beside any other row."""
+"""Attention over a cache, by each implementation.
+
+It is right wherever blocks end, and a row has the same bits beside any other rows.
+"""
 
 import functools
 import itertools
@@ -21,11 +24,14 @@ CASES = [
     for seq, max_len in itertools.product((1, 5, 128, 256), (128, 333, 768))
     if seq <= max_len
 ]
-"""Queries, and keys that there is room for: one block of each, several, and lengths that are no whole blocks."""
+"""Queries, and slots of the cache: one block of each, several, and parts of blocks."""
 
 
 def draw(seed, seq, lengths, max_len, heads=4, kv_heads=2, head_dim=64):
-    """Queries, and caches of keys and values: theirs follow ``lengths`` others, and behind them is what none sees."""
+    """Return queries, and caches of keys and values.
+
+    The keys of the queries follow ``lengths`` others. Huge values that no query sees follow them.
+    """
     rng, rows = np.random.default_rng(seed), len(lengths)
     sizes = ((heads, seq), (kv_heads, max_len), (kv_heads, max_len))
     query, key, value = (
@@ -37,10 +43,12 @@ def draw(seed, seq, lengths, max_len, heads=4, kv_heads=2, head_dim=64):
     return query, key, value
 
 
-def draw_lengths(seed, rows, most):
+def draw_lengths(seed, rows, max_length):
     """How many tokens the rows hold already: none and as many as fit, too."""
     rng = np.random.default_rng(seed)
-    return [int(rng.choice([0, most, *rng.integers(0, most + 1, 2)])) for _ in range(rows)]
+    return [
+        int(rng.choice([0, max_length, *rng.integers(0, max_length + 1, 2)])) for _ in range(rows)
+    ]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -63,7 +71,7 @@ def with_room(arrays, more):
 @settings(max_examples=6)
 @given(seed=seeds)
 def test_new_tokens_over_a_cache_are_the_end_of_whole_rows(name, seq, max_len, seed):
-    """Against the oracle over each row's own tokens; what stands behind them in the cache is never read."""
+    """Compare with the oracle over each row's own tokens; later slots of the cache are not read."""
     lengths = draw_lengths(seed, 2, max_len - seq)
     arrays = draw(seed, seq, lengths, max_len)
     mixed = over_cache(name, *arrays, lengths)
@@ -80,12 +88,12 @@ def test_new_tokens_over_a_cache_are_the_end_of_whole_rows(name, seq, max_len, s
 @given(seed=seeds)
 def test_a_row_gets_the_same_bits_beside_any_other(name, seq, seed):
     """At another place in the batch, too, and in a cache of more blocks."""
-    lengths, others = (draw_lengths(each, 3, 768 - seq) for each in (seed, seed + 1))
+    lengths, others = (draw_lengths(number, 3, 768 - seq) for number in (seed, seed + 1))
     arrays = draw(seed, seq, lengths, 768)
     mixed = over_cache(name, *arrays, lengths)
     beside = draw(seed + 1, seq, others, 768)
-    for array, mine in zip(beside, arrays, strict=True):
-        array[1] = mine[0]
+    for array, alone in zip(beside, arrays, strict=True):
+        array[1] = alone[0]
     np.testing.assert_array_equal(
         over_cache(name, *beside, [others[0], lengths[0], others[2]])[1], mixed[0]
     )
@@ -97,7 +105,10 @@ def test_a_row_gets_the_same_bits_beside_any_other(name, seq, seed):
 @settings(max_examples=6)
 @given(seed=seeds)
 def test_a_row_gets_the_same_bits_where_a_short_cache_grows(name, rows, seq, seed):
-    """In shapes that the engine has: a chunk of a prompt, or a step of all rows, one of which needs more room."""
+    """The shapes are the engine's: a chunk of a prompt, or a step of all rows.
+
+    One row needs more slots, so the cache grows.
+    """
     lengths = draw_lengths(seed, rows, 128 - seq)
     heads = (
         32 if (name, rows, seq) == ("split", 1, 1) else 4

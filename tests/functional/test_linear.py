@@ -42,17 +42,17 @@ def test_every_number_is_within_half_a_step_of_its_channel(seed, spread):
 @settings(max_examples=10)
 @given(seed=st.integers(0, 99), outlier=st.sampled_from([1.0, 100.0]))
 def test_a_product_is_that_of_what_the_matrix_stands_for(tokens, seed, outlier):
-    """On both sides of where a CPU changes its way; an activation's error is bounded by its row's largest."""
+    """Test both sides of 32 tokens; errors are bounded by the token's largest value."""
     matrix = int8(jnp.asarray(draw(seed, SHAPE)), (0,)).reshape(48, -1)
     x = draw(seed + 1, (tokens, 48))
     x[:, 5] *= outlier
     expected = x.astype(np.float64) @ stands_for(matrix)
-    found = np.asarray(multiply(jnp.asarray(x), matrix))
+    actual = np.asarray(multiply(jnp.asarray(x), matrix))
     largest = np.abs(x).max(axis=1, keepdims=True)
     bound = (
         largest * np.abs(stands_for(matrix)).sum(axis=0) / 64516 + 1e-4 * np.abs(expected) + 1e-4
     )
-    assert np.all(np.abs(found - expected) <= bound)
+    assert np.all(np.abs(actual - expected) <= bound)
 
 
 @settings(max_examples=10)
@@ -84,8 +84,8 @@ def test_several_input_axes():
     weights = draw(0, (4, 16, 48))  # heads and channels to the stream
     matrix = int8(jnp.asarray(weights), (0, 1))
     x = draw(1, (2, 64))
-    found = multiply(jnp.asarray(x), matrix.reshape(-1, matrix.shape[-1]))
-    np.testing.assert_allclose(found, x @ weights.reshape(64, 48), atol=0.3)
+    actual = multiply(jnp.asarray(x), matrix.reshape(-1, matrix.shape[-1]))
+    np.testing.assert_allclose(actual, x @ weights.reshape(64, 48), atol=0.3)
 
 
 @pytest.mark.parametrize(("shape", "inputs"), [(SHAPE, (0,)), ((4, 16, 48), (0, 1))])

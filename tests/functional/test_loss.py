@@ -19,7 +19,7 @@ Z_LOSS = 1e-4
 
 
 def in_chunks(chunk_tokens):
-    """The loss from activations and a head, where the activations are the logits and the head is the identity."""
+    """Compute the loss of logits: as activations, with the identity as the head."""
 
     def loss(logits, targets, mask, z_loss=0.0):
         rows = logits if logits.ndim == 3 else logits[None]
@@ -186,7 +186,7 @@ def draw_products(seed, seq, dtype=jnp.float32):
     rng = np.random.default_rng(seed)
     hidden, head = rng.standard_normal((3, seq, 8)), rng.standard_normal((8, VOCAB))
     hidden, head = (
-        np.float64(jnp.asarray(each, dtype)) for each in (hidden, head)
+        np.float64(jnp.asarray(array, dtype)) for array in (hidden, head)
     )  # that can be written in it
     return (
         hidden,
@@ -209,12 +209,12 @@ def test_products_in_chunks_equal_the_oracle(seed, seq, chunk_tokens):
         )
         assert counted == count
         assert relative_error(total, expected) < 1e-12
-        for ours, theirs in zip(
+        for gradient, reference in zip(
             gradients,
             (slopes @ head.T, np.tensordot(hidden, slopes, ((0, 1), (0, 1)))),
             strict=True,
         ):
-            assert relative_error(ours, theirs) < 1e-12
+            assert relative_error(gradient, reference) < 1e-12
         log_probs, likeliest = jax.jit(token_log_probs, static_argnums=3)(
             hidden, head, where[0], chunk_tokens
         )

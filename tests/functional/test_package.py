@@ -1,3 +1,5 @@
+import doctest
+import importlib
 import subprocess
 import sys
 
@@ -7,11 +9,12 @@ import pytest
 
 from jllama import functional
 
-# Runs in a fresh interpreter, where every package but jax, what jax itself needs, and jaxtyping cannot be imported.
+# Runs in a fresh interpreter, which can import only jax, the packages jax needs, and jaxtyping.
 IMPORT_WITH_JAX_ALONE = """
 import importlib.metadata, sys
 
-allowed = {"jllama", "jax", "jaxlib", "numpy", "scipy", "ml_dtypes", "opt_einsum", "jaxtyping", "wadler_lindig"}
+allowed = {"jllama", "jax", "jaxlib", "numpy", "scipy", "ml_dtypes", "opt_einsum"}
+allowed |= {"jaxtyping", "wadler_lindig"}
 blocked = {"flax", "optax", "orbax", *importlib.metadata.packages_distributions()} - allowed
 
 class Block:
@@ -43,6 +46,15 @@ def test_wrong_shapes_and_types_are_caught_in_tests():
         functional.ban(jnp.ones((2, 3)), jnp.ones((2, 4), bool))
     with pytest.raises(jaxtyping.TypeCheckError):
         functional.ban(jnp.ones((2, 3)), jnp.ones((2, 3)))
+
+
+@pytest.mark.parametrize(
+    "name", ["functional", "functional.attention", "functional.loss", "functional.sampling"]
+)
+def test_examples(name):
+    results = doctest.testmod(importlib.import_module(f"jllama.{name}"))
+    assert results.attempted
+    assert results.failed == 0
 
 
 def test_every_public_name_exists_and_is_documented():

@@ -39,7 +39,8 @@ FLAT, ONE_HOT, TIES = (
 SOME_IMPOSSIBLE = [-np.inf, 0.5, -np.inf, 1.5, 0.0, -np.inf, -1.0, 1.5]
 ALL_BUT_ONE_IMPOSSIBLE, ALL_IMPOSSIBLE = [-np.inf] * 5 + [-3.0] + [-np.inf] * 2, [-np.inf] * VOCAB
 
-# Ties, peaks and impossible tokens are as likely as anything else. The first is finite: the others may all be -inf.
+# Ties, peaks and impossible tokens are as likely as anything else. The first logit is finite: the
+# others may all be -inf.
 # Steps of 1/64 stay apart in float32 whatever is subtracted.
 finite = st.one_of(
     st.sampled_from([0.0, 1.0, 60.0]), st.integers(-640, 640).map(lambda steps: steps / 64)
@@ -48,7 +49,8 @@ logit_rows = st.tuples(
     finite, st.lists(st.one_of(finite, st.just(-np.inf)), min_size=VOCAB - 1, max_size=VOCAB - 1)
 ).map(lambda parts: [parts[0], *parts[1]])
 share = st.floats(0, 1, width=32, allow_subnormal=False)
-# Most of these tests' time is XLA's: less of it without LLVM's optimizations. The large vocabulary is tested with them.
+# XLA takes most of these tests' time, and less of it without LLVM's optimizations. The large
+# vocabulary is tested with them.
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 compiled = quick_jit(
     lambda rows, keys, t, k, p, m: sample(rows, keys, t, top_k=k, top_p=p, min_p=m)
@@ -79,11 +81,11 @@ def numpy_kept(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     return [order[rank] for rank in nucleus if probabilities[rank] >= min_p * probabilities[0]]
 
 
-def numpy_distribution(logits, temperature, kept):
-    """Probabilities of the tokens, token by token, where only ``kept`` may be drawn, in float64."""
+def numpy_distribution(logits, temperature, chosen):
+    """Compute probabilities token by token in float64, where only ``chosen`` may be drawn."""
     result = np.zeros(len(logits))
-    result[kept] = oracle.softmax(
-        np.array([logits[token] for token in kept], np.float64) / (temperature or 1.0)
+    result[chosen] = oracle.softmax(
+        np.array([logits[token] for token in chosen], np.float64) / (temperature or 1.0)
     )
     return result
 
@@ -166,10 +168,10 @@ def test_top_k_keeps_the_k_largest(logits, k):
 @example(logits=SOME_IMPOSSIBLE, p=0.9)
 def test_top_p_keeps_the_smallest_prefix_that_reaches_p(logits, p):
     order = ranking(logits)
-    kept = mask(top_p_mask, logits, np.float32(p))[order]
-    size, mass = kept.sum(), np.cumsum(oracle.softmax(np.array(logits, np.float64)[order]))
+    chosen = mask(top_p_mask, logits, np.float32(p))[order]
+    size, mass = chosen.sum(), np.cumsum(oracle.softmax(np.array(logits, np.float64)[order]))
     assert size >= 1
-    assert kept[:size].all()
+    assert chosen[:size].all()
     if p == 1:
         assert size == VOCAB
     else:
@@ -191,19 +193,19 @@ def test_top_p_keeps_the_smallest_prefix_that_reaches_p(logits, p):
     ],
 )
 def test_top_p_at_exact_boundaries(p, size):
-    kept = mask(top_p_mask, FLAT, np.float32(p))  # eight times exactly 1/8
-    assert kept.tolist() == [rank < size for rank in range(VOCAB)]
+    chosen = mask(top_p_mask, FLAT, np.float32(p))  # eight times exactly 1/8
+    assert chosen.tolist() == [rank < size for rank in range(VOCAB)]
 
 
 @given(logits=logit_rows, p=st.one_of(st.sampled_from([0.0, 1e-9, 1.0]), share))
 @example(logits=TIES, p=1.0)
 @example(logits=SOME_IMPOSSIBLE, p=0.0)
 def test_min_p_keeps_what_is_likely_enough_beside_the_likeliest(logits, p):
-    kept = mask(min_p_mask, logits, np.float32(p))
+    chosen = mask(min_p_mask, logits, np.float32(p))
     ratios = np.exp(np.array(logits, np.float64) - max(logits))
-    assert kept[np.argmax(logits)]
-    assert kept[ratios >= p * (1 + 1e-5)].all()
-    assert not kept[ratios < p * (1 - 1e-5)].any()
+    assert chosen[np.argmax(logits)]
+    assert chosen[ratios >= p * (1 + 1e-5)].all()
+    assert not chosen[ratios < p * (1 - 1e-5)].any()
 
 
 @pytest.mark.parametrize("function", [top_k_mask, top_p_mask, min_p_mask])
@@ -224,15 +226,15 @@ def test_cuts_of_a_large_vocabulary(step):
         logits = step * np.round(logits / step)
     orders = np.argsort(-logits, axis=-1, kind="stable")
     ks = np.array([1, 40, 50_000, LARGE_VOCAB - 1])
-    for row, kept in enumerate(np.asarray(jax.jit(top_k_mask)(logits, jnp.asarray(ks)))):
-        np.testing.assert_array_equal(np.flatnonzero(kept), np.sort(orders[row, : ks[row]]))
+    for row, chosen in enumerate(np.asarray(jax.jit(top_k_mask)(logits, jnp.asarray(ks)))):
+        np.testing.assert_array_equal(np.flatnonzero(chosen), np.sort(orders[row, : ks[row]]))
     ps = np.float32([1e-6, 0.5, 0.95, 0.9999])
-    for row, kept in enumerate(np.asarray(jax.jit(top_p_mask)(logits, jnp.asarray(ps)))):
+    for row, chosen in enumerate(np.asarray(jax.jit(top_p_mask)(logits, jnp.asarray(ps)))):
         size, mass = (
-            kept.sum(),
+            chosen.sum(),
             np.cumsum(oracle.softmax(logits[row, orders[row]].astype(np.float64))),
         )
-        assert kept[orders[row, :size]].all()
+        assert chosen[orders[row, :size]].all()
         assert mass[size - 1] >= ps[row] - 1e-5
         assert size == 1 or mass[size - 2] < ps[row] + 1e-5
 
@@ -252,15 +254,15 @@ def test_cuts_of_a_large_vocabulary(step):
 def test_the_chain_is_numpys(logits, temperature, top_k, top_p, min_p):
     row, settings = jnp.float32(logits)[None], row_arrays(1, temperature, top_k, top_p, min_p)
     truncated = compiled_truncated_logits(row, *settings)
-    kept = np.flatnonzero(truncated[0] > -np.inf)
+    chosen = np.flatnonzero(truncated[0] > -np.inf)
     possible = np.flatnonzero(row[0] > -np.inf)
-    least = numpy_kept(
+    smallest = numpy_kept(
         logits, temperature, top_k, top_p - ROUNDING if top_p < 1 else 1.0, min_p * (1 + 1e-4)
     )
-    most = numpy_kept(logits, temperature, top_k, top_p + ROUNDING, min_p * (1 - 1e-4))
-    assert np.argmax(logits) in kept
-    assert {*least} & {*possible} <= {*kept} <= {*most}
-    expected = numpy_distribution(logits, temperature, kept)
+    largest = numpy_kept(logits, temperature, top_k, top_p + ROUNDING, min_p * (1 - 1e-4))
+    assert np.argmax(logits) in chosen
+    assert {*smallest} & {*possible} <= {*chosen} <= {*largest}
+    expected = numpy_distribution(logits, temperature, chosen)
     np.testing.assert_allclose(jax.nn.softmax(truncated)[0], expected, rtol=1e-4, atol=1e-30)
 
 
@@ -434,14 +436,14 @@ def test_a_row_alone_equals_the_row_in_a_batch(rows, seed, temperatures, top_ks,
     alone = [int(compiled(*(array[row : row + 1] for array in arrays))[0]) for row in range(4)]
     assert together.tolist() == alone
     for row, token in enumerate(alone):
-        most = numpy_kept(
+        largest = numpy_kept(
             rows[row],
             temperatures[row],
             top_ks[row],
             top_ps[row] + ROUNDING,
             min_ps[row] * (1 - 1e-5),
         )
-        assert token in most
+        assert token in largest
 
 
 def test_a_row_without_cuts_draws_the_same_beside_rows_with_cuts():

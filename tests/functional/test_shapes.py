@@ -1,4 +1,4 @@
-"""What does not fit is said in one sentence, without the import hook's help and at no cost under jit."""
+"""One sentence reports what does not fit, without the import hook and at no cost under jit."""
 
 import functools
 
@@ -23,7 +23,8 @@ def mask(*shape):
 WRONG = {
     "a shorter scale": (
         lambda: F.rms_norm(ones(2, 128), ones(64), 1e-5),
-        "rms_norm: scale is float32[64] but float[embed] is expected, where x float32[2, 128] is float[*lead, embed]",
+        "rms_norm: scale is float32[64] but float[embed] is expected, "
+        "where x float32[2, 128] is float[*lead, embed]",
     ),
     "a scale of one": (
         lambda: F.rms_norm(ones(2, 128), ones(1), 1e-5),
@@ -51,7 +52,8 @@ WRONG = {
     ),
     "torch's layout of a matrix": (
         lambda: F.swiglu(ones(3, 64), ones(172, 64), ones(172, 64), ones(64, 172)),
-        "swiglu: w_gate is float32[172, 64] but float[embed, mlp] is expected, where x float32[3, 64] is",
+        "swiglu: w_gate is float32[172, 64] but float[embed, mlp] is expected, "
+        "where x float32[3, 64] is",
     ),
     "an additive mask": (
         lambda: F.grouped_query_attention(
@@ -97,7 +99,8 @@ WRONG = {
         lambda: F.linear_cross_entropy(
             ones(2, 8, 9), ones(9, 5), ones(2, 7, dtype=int), mask(2, 7)
         ),
-        "targets is int32[2, 7] but integer[batch, seq] is expected, where hidden float32[2, 8, 9] is",
+        "targets is int32[2, 7] but integer[batch, seq] is expected, "
+        "where hidden float32[2, 8, 9] is",
     ),
 }
 

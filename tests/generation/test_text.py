@@ -525,7 +525,7 @@ def test_a_conversation_is_what_was_said():
         {"role": "assistant", "content": heard},
     ]
     assert [conversation.undo() for _ in range(3)] == ["mat", "on", "a"]
-    with pytest.raises(UsageError, match="nothing was said that could be taken back"):
+    with pytest.raises(UsageError, match="there is no question to take back"):
         conversation.undo()
     assert (
         chat(model, expected, template="{{ bos_token }}a", **fields).text

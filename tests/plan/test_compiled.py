@@ -1,4 +1,4 @@
-"""What the compilers for TPUs and GPUs make of attention and of training steps, without such a device."""
+"""Attention and training steps, compiled for TPUs and GPUs without such a device."""
 
 import importlib.util
 import itertools
@@ -17,8 +17,9 @@ ON = {"tpu": "v5e:2x2", "gpu": "h100:4"}
 PLATFORMS = [pytest.param(name, marks=getattr(pytest.mark, f"plan_{name}")) for name in ON]
 SEQ = 640  # no other size is one or a multiple of it
 TINY = f"""
---model.vocab_size 4096 --model.num_layers 2 --model.embed_dim 512 --model.num_heads 8 --model.num_kv_heads 4
---model.head_dim 64 --model.mlp_dim 1536 --model.max_seq_len {SEQ} --training.batch_size 4 --json
+--model.vocab_size 4096 --model.num_layers 2 --model.embed_dim 512 --model.num_heads 8
+--model.num_kv_heads 4 --model.head_dim 64 --model.mlp_dim 1536 --model.max_seq_len {SEQ}
+--training.batch_size 4 --json
 """
 ENVIRONMENT = {
     name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")
@@ -32,12 +33,12 @@ def plan(arguments, code=0):
     return json.loads(done.stdout) if code != 2 else done.stderr
 
 
-def compiled(what, platform):
-    """What one of the functions below returns in a process of its own, which compiles as a user's does."""
+def compiled(name, platform):
+    """Return what one of the functions below returns in a process of its own, as a user's is."""
     paths = os.pathsep.join(filter(None, sys.path))
     environment = ENVIRONMENT | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
     done = subprocess.run(
-        [sys.executable, __file__, what, platform], env=environment, capture_output=True, text=True
+        [sys.executable, __file__, name, platform], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -65,15 +66,16 @@ def test_a_step_copies_nothing_of_the_state(platform):
 
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_under_fsdp_weights_alone_are_exchanged(platform):
-    found = plan(f"{TINY} --topology {ON[platform]}")
-    keys = "fits device devices arguments_bytes temporaries_bytes device_memory_bytes compile_s attention collectives"
-    assert {*keys.split()} <= {*found}
-    assert (found["fits"], found["devices"]) == (True, 4)
+    result = plan(f"{TINY} --topology {ON[platform]}")
+    keys = "fits device devices arguments_bytes temporaries_bytes device_memory_bytes compile_s"
+    assert {*keys.split(), "attention", "collectives"} <= {*result}
+    assert (result["fits"], result["devices"]) == (True, 4)
     assert (
-        found["attention"] == {"tpu": "splash", "gpu": "tokamax" if TOKAMAX else "triton"}[platform]
+        result["attention"]
+        == {"tpu": "splash", "gpu": "tokamax" if TOKAMAX else "triton"}[platform]
     )
     received = dict.fromkeys(("all-gather", "reduce-scatter"), 0.0)
-    for row in found["collectives"]:
+    for row in result["collectives"]:
         sizes = [
             int(size) for size in re.findall(r"\d+", re.sub(r"[a-z]+\d+\[", "[", row["shape"]))
         ]
@@ -93,36 +95,36 @@ def test_under_fsdp_weights_alone_are_exchanged(platform):
 
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_what_does_not_fit_names_what_fills_the_memory(platform):
-    found = plan(
+    result = plan(
         f"{TINY} --topology {ON[platform]} --batch_size 8192 --training.remat none", code=1
     )
-    assert not found["fits"]
-    assert len(found["largest"]) == 10
-    assert found["largest"][0][0] > 2**30
-    assert found["advice"][0] == "--training.remat block"
+    assert not result["fits"]
+    assert len(result["largest"]) == 10
+    assert result["largest"][0][0] > 2**30
+    assert result["advice"][0] == "--training.remat block"
 
 
 @pytest.mark.plan_gpu
 @pytest.mark.parametrize("rows", [1, 16])
 def test_a_step_of_decoding_is_few_launches_and_reads_little_more_than_it_must(rows):
     words = TINY.replace("--training.batch_size 4", f"--batch_size {rows} --seq_len 1024")
-    found = plan(f"{words} --topology h100:1 --decode")
-    assert found["launches"] < 25 * 2 + 25  # layers, and what is around them
-    assert found["traffic_bytes"] < 1.25 * found["least_bytes"]
+    result = plan(f"{words} --topology h100:1 --decode")
+    assert result["launches"] < 25 * 2 + 25  # layers, and what is around them
+    assert result["traffic_bytes"] < 1.25 * result["least_bytes"]
 
 
 @pytest.mark.plan_tpu
 def test_a_step_of_decoding_reads_pages_where_the_kernel_can():
     words = TINY.replace("--training.batch_size 4", "--batch_size 2 --seq_len 1024")
     for head_dim, kernel in (("128", "paged"), ("64", "")):
-        found = plan(f"{words} --model.head_dim {head_dim} --topology v5e:1 --decode")
-        assert found["attention"] == kernel
+        result = plan(f"{words} --model.head_dim {head_dim} --topology v5e:1 --decode")
+        assert result["attention"] == kernel
 
 
 @pytest.mark.plan_gpu
 def test_no_step_adds_up_in_an_open_order():
-    found = compiled("open_scatters", "gpu")
-    assert not any(found.values()), found
+    result = compiled("open_scatters", "gpu")
+    assert not any(result.values()), result
     assert (
         "unique_indices=true"
         not in re.findall(r".* scatter\(.*", compiled("plain_look_up", "gpu"))[0]
@@ -132,17 +134,17 @@ def test_no_step_adds_up_in_an_open_order():
 @pytest.mark.plan_gpu
 def test_adapters_of_8b_in_four_bits_start_and_run_on_24_gib():
     pytest.importorskip("qwix")
-    words = "--preset llama3.1-8b --init_from x --lora.rank 16 --lora.base nf4 --seq_len 2048 --training.remat block"
-    found = plan(f"{words} --topology rtx4090:1 --json")
-    assert found["fits"]
-    assert found["parameters_bytes"] < found["starting_bytes"] < 8 * 2**30
+    words = "--preset llama3.1-8b --init_from x --lora.rank 16 --lora.base nf4 --seq_len 2048"
+    result = plan(f"{words} --training.remat block --topology rtx4090:1 --json")
+    assert result["fits"]
+    assert result["parameters_bytes"] < result["starting_bytes"] < 8 * 2**30
 
 
 @pytest.mark.plan_gpu
 def test_what_the_kernel_cannot_serve():
-    said = plan(f"{TINY} --topology h100:4 --training.attention cudnn", code=2)
-    assert said.count("\n") == 1
-    assert said.endswith(": take another training.attention, or mesh.sequence\n")
+    message = plan(f"{TINY} --topology h100:4 --training.attention cudnn", code=2)
+    assert message.count("\n") == 1
+    assert message.endswith(": take another training.attention, or mesh.sequence\n")
 
 
 @pytest.mark.plan_gpu
@@ -152,12 +154,12 @@ def test_rows_split_over_gpus_are_attended_to_in_blocks():
 
 @pytest.mark.plan_gpu
 def test_a_search_is_as_fast_as_what_it_could_have_taken():
-    found, usual = (
+    result, usual = (
         plan(f"{TINY} --topology h100:1 {option}")
         for option in ("--search", "--training.remat none")
     )
-    assert found["fits"]
-    assert found["tokens_per_s"] >= usual["tokens_per_s"]
+    assert result["fits"]
+    assert result["tokens_per_s"] >= usual["tokens_per_s"]
 
 
 @pytest.mark.plan_tpu
@@ -175,8 +177,8 @@ def test_topologies_and_meshes_on_them():
     assert "v5e:3x3 cannot be planned for, so give another topology: " in plan(
         f"{TINY} --topology v5e:3x3", code=2
     )
-    said = plan(f"{TINY} --topology v5e:4x4 --mesh.tensor 16", code=2)
-    assert "does not divide 16 ways: the nearest mesh.tensor that does is" in said
+    message = plan(f"{TINY} --topology v5e:4x4 --mesh.tensor 16", code=2)
+    assert "does not divide 16 ways: the nearest mesh.tensor that does is" in message
 
 
 def attention_programs(platform):
@@ -184,11 +186,10 @@ def attention_programs(platform):
     import jax
     import jax.numpy as jnp
 
-    from jllama.functional import Mask, attention
-    from jllama.kernels import ATTENTION
+    from jllama.functional import ATTENTION, Mask, attention
     from jllama.plan.devices import topology_devices
 
-    device, found = topology_devices(ON[platform])[1][0], {}
+    device, result = topology_devices(ON[platform])[1][0], {}
     sharding = jax.sharding.SingleDeviceSharding(device)
     names = [name for name, row in ATTENTION.items() if row.platform == platform and row.backward]
     if not TOKAMAX and "tokamax" in names:
@@ -210,12 +211,12 @@ def attention_programs(platform):
         if not (packed and name == "cudnn"):
             with jax.default_device(device):
                 program = jax.jit(jax.grad(loss, (0, 1, 2))).lower(query, key, key, segments)
-            found[f"{name} {head_dim} {packed}"] = program.compile().as_text()
-    return found
+            result[f"{name} {head_dim} {packed}"] = program.compile().as_text()
+    return result
 
 
 def open_scatters(platform):
-    """Compile training steps: the scatters that say of no order in which they add up, by what is trained how."""
+    """Compile training steps; return the scatters whose order of additions is open."""
     import jax
     import jax.numpy as jnp
 
@@ -226,11 +227,12 @@ def open_scatters(platform):
     from jllama.training.config import TrainConfig
     from jllama.training.step import compile_training
 
-    found = {}
+    result = {}
     devices = topology_devices("h100:4")[1]
     for words in (
         "--model.tie_embeddings true --training.z_loss 1e-4",
-        "--optimizer.name muon --training.ema 0.9 --training.spike_factor 4 --training.accumulation 2",
+        "--optimizer.name muon --training.ema 0.9 --training.spike_factor 4 "
+        "--training.accumulation 2",
         "--optimizer.name adafactor --training.objective preference",
         "--init_from x --lora.rank 4 --lora.dora true --training.objective preference",
         "--optimizer.name lion --mesh.fsdp 2 --mesh.tensor 2 --training.attention blocked",
@@ -255,8 +257,8 @@ def open_scatters(platform):
             for line in lowered.compile().as_text().splitlines()
             if re.search(r" (select-and-)?scatter\(", line)
         ]
-        found[words] = [line.strip() for line in lines if "unique_indices=true" not in line]
-    return found
+        result[words] = [line.strip() for line in lines if "unique_indices=true" not in line]
+    return result
 
 
 def plain_look_up(platform):

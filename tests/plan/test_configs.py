@@ -1,4 +1,4 @@
-"""The configurations of real runs: the released models, batches that divide, and receipts that still hold."""
+"""Configurations of real runs: released models, batches that divide, receipts that hold."""
 
 import os
 import re

@@ -14,7 +14,7 @@ class Package:
 
 
 @pytest.mark.parametrize(
-    ("topology", "installed", "said"),
+    ("topology", "installed", "message"),
     [
         ("v5e:4x4", [], r"needs libtpu [\d.]+\*, found none: pip install 'jllama\[plan-tpu\]'"),
         (
@@ -30,16 +30,16 @@ class Package:
         ),
     ],
 )
-def test_without_the_right_compiler_it_is_named(topology, installed, said, monkeypatch):
+def test_without_the_right_compiler_it_is_named(topology, installed, message, monkeypatch):
     monkeypatch.setattr(devices.importlib.metadata, "distributions", lambda: installed)
     with pytest.raises(
-        UsageError, match=f"^planning for [TG]PUs with jax {jax.__version__} {said}"
+        UsageError, match=f"^planning for [TG]PUs with jax {jax.__version__} {message}"
     ):
         devices.topology_devices(topology)
 
 
 @pytest.mark.parametrize(
-    ("given", "usual"),
+    ("topology", "usual"),
     [
         *zip(
             [f"v5e:{chips}" for chips in (1, 4, 8, 16, 32, 64, 128, 256)],
@@ -75,8 +75,8 @@ def test_without_the_right_compiler_it_is_named(topology, installed, said, monke
         ("h101:16", "h101:16"),
     ],
 )
-def test_a_number_of_chips_is_the_usual_slice_of_them(given, usual):
-    assert devices.usual_topology(given) == usual
+def test_a_number_of_chips_is_the_usual_slice_of_them(topology, usual):
+    assert devices.usual_topology(topology) == usual
 
 
 def test_an_exchange_that_leaves_its_node_takes_the_network_cards_of_those_within():
@@ -97,6 +97,6 @@ def test_every_kind_is_found_by_the_name_that_its_devices_have():
         "NVIDIA L40S",
         "NVIDIA L4",
     ]
-    found = [peak_flops(kind) for kind in kinds]
-    assert found == [197e12, 459e12, 459e12, 756e12, 989e12, 362e12, 121e12]
+    flops = [peak_flops(kind) for kind in kinds]
+    assert flops == [197e12, 459e12, 459e12, 756e12, 989e12, 362e12, 121e12]
     assert peak_flops("cpu") is None

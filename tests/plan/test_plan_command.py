@@ -1,4 +1,4 @@
-"""``jllama plan`` at the command line: what cannot be planned is one sentence and code 2, what can a receipt."""
+"""``jllama plan`` at the command line: a receipt, or one sentence and exit code 2."""
 
 import contextlib
 import io
@@ -13,14 +13,15 @@ import pytest
 from jllama.commands import cli
 
 TINY = """
---model.vocab_size 256 --model.num_layers 1 --model.embed_dim 64 --model.num_heads 4 --model.num_kv_heads 2
---model.head_dim 16 --model.mlp_dim 128 --model.max_seq_len 32 --training.batch_size 8 --training.reduce_dtype float32
+--model.vocab_size 256 --model.num_layers 1 --model.embed_dim 64 --model.num_heads 4
+--model.num_kv_heads 2 --model.head_dim 16 --model.mlp_dim 128 --model.max_seq_len 32
+--training.batch_size 8 --training.reduce_dtype float32
 --training.attention reference --topology h100:8
 """
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ("", "topology is missing: give the devices, such as v5e:4x4 or h100:8"),
         ("--topology h101:8", "there is no accelerator h101; did you mean h100?"),
@@ -35,7 +36,8 @@ TINY = """
         ("--topology v5e:3", "v5e:3 is no topology: give the sides of the slice, such as v5e:4x4"),
         (
             "llama3.1-8b --topology h100:8",
-            "the configuration llama3.1-8b cannot be read: No such file or directory; give --preset llama3.1-8b\n",
+            "the configuration llama3.1-8b cannot be read: No such file or directory; "
+            "give --preset llama3.1-8b\n",
         ),
         (
             "--topology h100:12",
@@ -58,17 +60,17 @@ TINY = """
         ("--topology h100:8 --tokens -1", "tokens is -1.0; it must be positive"),
     ],
 )
-def test_what_cannot_be_planned(arguments, said, capsys):
+def test_what_cannot_be_planned(arguments, message, capsys):
     assert cli.run("plan", ["--preset", "llama3.2-1b", *arguments.split()]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err.startswith(f"error: {said}")
+    assert printed.err.startswith(f"error: {message}")
     assert printed.err.count("\n") == 1
 
 
 @pytest.fixture(scope="module")
 def planned():
-    """Plans for eight devices of a CPU that stand in for GPUs: what each command printed, and its code."""
+    """Plan for eight devices of a CPU in place of GPUs; each command's exit code and output."""
     commands = {
         "mesh": ["--mesh.fsdp", "3"],
         "tensor": ["--mesh.tensor", "8"],
@@ -90,7 +92,7 @@ def planned():
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         (
             "mesh",
@@ -104,10 +106,10 @@ def planned():
         ("parts", "training.batch_size is 8; it must be a multiple of 8 device(s) times 2 part(s)"),
     ],
 )
-def test_a_mesh_or_batch_that_does_not_divide(planned, name, said):
+def test_a_mesh_or_batch_that_does_not_divide(planned, name, message):
     code, out, err = planned[name]
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert said in err
+    assert message in err
 
 
 def test_a_receipt_has_every_part(planned):
@@ -116,19 +118,25 @@ def test_a_receipt_has_every_part(planned):
     assert out.startswith(
         "h100:8, fsdp=8, batch_size 8, accumulation 1, remat block, attention reference: fits, 79.1"
     )
-    parts = "parameters,moments,gradients,activations,received in all-gather,compute,interconnect,binds,MFU,tokens/s"
-    for part in [*parts.split(","), "attention kernel", "1.5e13 tokens", "compiled in"]:
+    parts = "parameters,moments,gradients,activations,compute,interconnect,binds,MFU,tokens/s"
+    for part in [
+        *parts.split(","),
+        "received in all-gather",
+        "attention kernel",
+        "1.5e13 tokens",
+        "compiled in",
+    ]:
         assert part in out
 
 
 def test_json_is_alone_on_stdout(planned):
     code, out, _ = planned["json"]
-    found = json.loads(out)
-    assert (code, found["fits"], found["device"], found["devices"]) == (0, True, "h100:8", 8)
-    assert found["mesh"] == {"data": 1, "fsdp": 4, "sequence": 1, "tensor": 2}
-    assert {row["kind"] for row in found["collectives"]} >= {"all-gather", "all-reduce"}
-    assert found["device_memory_bytes"] == 84942979072
-    assert found["settings"] == {
+    result = json.loads(out)
+    assert (code, result["fits"], result["device"], result["devices"]) == (0, True, "h100:8", 8)
+    assert result["mesh"] == {"data": 1, "fsdp": 4, "sequence": 1, "tensor": 2}
+    assert {row["kind"] for row in result["collectives"]} >= {"all-gather", "all-reduce"}
+    assert result["device_memory_bytes"] == 84942979072
+    assert result["settings"] == {
         "batch_size": 8,
         "accumulation": 1,
         "remat": "block",
@@ -161,7 +169,7 @@ def main():
 
     from jllama.plan import devices, receipt
 
-    accelerator, found = devices.ACCELERATORS["h100"], {}
+    accelerator, result = devices.ACCELERATORS["h100"], {}
     devices.topology_devices = receipt.topology_devices = lambda topology: (
         accelerator,
         jax.devices(),
@@ -172,8 +180,8 @@ def main():
             contextlib.redirect_stderr(io.StringIO()) as err,
         ):
             code = cli.run("plan", words)
-        found[name] = code, out.getvalue(), err.getvalue()
-    print(json.dumps(found))
+        result[name] = code, out.getvalue(), err.getvalue()
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ TEXT = """HloModule jit_step, is_scheduled=true, num_partitions=8
 
 %all-reduce-scatter.1 (param_1: f32[64,128]) -> f32[16,128] {
   %input = f32[64,128]{1,0} parameter(0)
-  ROOT %all-reduce.3 = f32[64,128]{1,0} all-reduce(%input), replica_groups={{0,2,4,6},{1,3,5,7}}, to_apply=%add
+  ROOT %all-reduce.3 = f32[64,128]{1,0} all-reduce(%input), HALVES, to_apply=%add
 }
 
 %async_start (param_2: bf16[64,64]) -> bf16[128,64] {
@@ -51,7 +51,7 @@ TEXT = """HloModule jit_step, is_scheduled=true, num_partitions=8
   %state = (s32[], bf16[8,1024,64]{2,1,0}) parameter(0)
   %stack = bf16[8,1024,64]{2,1,0} get-tuple-element(%state), index=1
   %part = bf16[1024,64]{1,0} fusion(%stack), kind=kLoop, calls=%fused
-  %gathered = bf16[4096,64]{1,0} all-gather(%part), replica_groups=[2,4]<=[8], metadata={op_name="jit(step)/gather"}
+  %gathered = bf16[4096,64]{1,0} all-gather(%part), replica_groups=[2,4]<=[8], NAMED/gather"}
   %scattered = f32[16,128]{1,0} fusion(%gathered), kind=kCustom, calls=%all-reduce-scatter.1
   %begun = bf16[128,64]{1,0:S(1)} fusion(%close), kind=kCustom, calls=%async_start
   %done = bf16[128,64]{1,0:S(1)} fusion(%close), kind=kCustom, calls=%async_step
@@ -59,14 +59,22 @@ TEXT = """HloModule jit_step, is_scheduled=true, num_partitions=8
 }
 
 ENTRY %main (stack: bf16[8,1024,64]) -> f32[] {
-  %stack.1 = bf16[8,1024,64]{2,1,0} parameter(0), metadata={op_name="state.params[\\'layers\\'][\\'wq\\']"}
-  %both = ((f32[8], f32[4]), (f32[16], f32[8])) all-gather-start(%a, %b), replica_groups={{0,1},{2,3},{4,5},{6,7}}
+  %stack.1 = bf16[8,1024,64]{2,1,0} parameter(0), STATE
+  %both = ((f32[8], f32[4]), (f32[16], f32[8])) all-gather-start(%a, %b), PAIRS
   %copied = (f32[100]{0:S(1)}, f32[100]{0}, u32[]{:S(2)}) copy-start(%c)
   %loop = (s32[], bf16[8,1024,64]{2,1,0}) while(%start), condition=%condition, body=%body
   %branch = f32[2] conditional(%p, %x, %x), true_computation=%yes, false_computation=%no
   ROOT %sum = f32[] all-reduce(%partial), replica_groups={}, to_apply=%add
 }
-""".replace("GROUPS", 'replica_groups=[4,2]<=[2,4]T(1,0), frontend_attributes={chain_id="3"}')
+"""
+for name, text in {
+    "GROUPS": 'replica_groups=[4,2]<=[2,4]T(1,0), frontend_attributes={chain_id="3"}',
+    "HALVES": "replica_groups={{0,2,4,6},{1,3,5,7}}",
+    "PAIRS": "replica_groups={{0,1},{2,3},{4,5},{6,7}}",
+    "NAMED": 'metadata={op_name="jit(step)',
+    "STATE": "metadata={op_name=\"state.params[\\'layers\\'][\\'wq\\']\"}",
+}.items():
+    TEXT = TEXT.replace(name, text)
 
 
 def test_bytes_of_arrays_and_tuples():
@@ -108,7 +116,7 @@ def test_largest_buffers_come_first_with_what_made_them():
 
 
 @pytest.mark.parametrize(
-    ("line", "found"),
+    ("line", "names"),
     [
         ("splash_mha_fwd", ["splash"]),
         ("mha_forward_kernel", ["triton"]),
@@ -117,5 +125,5 @@ def test_largest_buffers_come_first_with_what_made_them():
         ("", []),
     ],
 )
-def test_kernels_are_told_by_their_custom_calls(line, found):
-    assert kernels(line) == found
+def test_kernels_are_told_by_their_custom_calls(line, names):
+    assert kernels(line) == names

@@ -78,7 +78,7 @@ def test_times_are_those_of_the_rates(planned):
 
 
 def test_expected_times_are_those_of_measured_rates(planned):
-    """One layer after the other: attention and its second forward pass, products, and all that moves."""
+    """Attention and its second forward pass, products, and all that moves, one after the other."""
     assert (
         planned.expected_s is planned.expected_mfu is None
     )  # nothing was measured on such a device
@@ -97,11 +97,19 @@ def test_expected_times_are_those_of_measured_rates(planned):
 
 
 def test_json_has_what_the_receipt_has(planned):
-    found = json.loads(json.dumps(planned.as_dict()))
-    keys = "fits device devices arguments_bytes temporaries_bytes device_memory_bytes compile_s attention collectives"
-    assert {*keys.split(), "largest", "advice", "mfu_limit", "activations_bytes"} <= {*found}
-    assert found["fits"] is True
-    assert found["activations_bytes"] + found["gradients_bytes"] == found["temporaries_bytes"]
+    result = json.loads(json.dumps(planned.as_dict()))
+    keys = "fits device devices arguments_bytes temporaries_bytes device_memory_bytes compile_s"
+    assert {
+        *keys.split(),
+        "attention",
+        "collectives",
+        "largest",
+        "advice",
+        "mfu_limit",
+        "activations_bytes",
+    } <= {*result}
+    assert result["fits"] is True
+    assert result["activations_bytes"] + result["gradients_bytes"] == result["temporaries_bytes"]
 
 
 def test_what_does_not_fit_says_what_fills_the_memory_and_what_would_help(planned):
@@ -134,7 +142,7 @@ def test_remat_is_the_first_that_fits(planned):
 
 
 def test_decoding_reads_every_block_of_the_cache():
-    """Attention's loop over them counts as often as it runs: what more tokens add is their keys and values at least."""
+    """Attention's loop counts as often as it runs: more tokens add at least their cache."""
     model, rows = dataclasses.replace(MODEL, max_seq_len=2048), 4
     few, many = (
         receipt.plan_decoding(model, "cpu", MeshConfig(1), rows, length, None)

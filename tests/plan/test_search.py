@@ -1,4 +1,4 @@
-"""The search, with a compiler that is only pretended: each row needs so much, and a step is as fast as by formula."""
+"""The search with a pretended compiler: memory for each row, and times by formula."""
 
 import dataclasses
 import itertools
@@ -29,7 +29,10 @@ def devices(monkeypatch):
         options, mesh = config.training, config.mesh
         ways = mesh.data * mesh.fsdp
         rows = options.batch_size / ways / options.accumulation
-        held, tokens = count_parameters(MODEL) / mesh.fsdp / mesh.tensor, options.batch_size * 4096
+        parameters, tokens = (
+            count_parameters(MODEL) / mesh.fsdp / mesh.tensor,
+            options.batch_size * 4096,
+        )
         planned.append(config)
         return Receipt(
             **dict.fromkeys(
@@ -42,9 +45,10 @@ def devices(monkeypatch):
             collectives=[],
             largest=[],
             tokens=tokens,
-            arguments_bytes=int(12 * held),
+            arguments_bytes=int(12 * parameters),
             temporaries_bytes=int(
-                4 * held + KEPT[str(options.remat)] * 2**30 * rows / mesh.sequence / mesh.tensor
+                4 * parameters
+                + KEPT[str(options.remat)] * 2**30 * rows / mesh.sequence / mesh.tensor
             ),
             device_memory_bytes=int(H100.memory_bytes),
             compute_s=training_flops_per_token(MODEL, 4096)
@@ -63,16 +67,16 @@ def devices(monkeypatch):
 
 @pytest.mark.parametrize("fixed", [False, True])
 def test_the_fastest_of_all_is_found_in_few_compilations(devices, fixed):
-    said = []
-    tried = search.search(CONFIG, "h100:8", fixed, said.append)
+    messages = []
+    tried = search.search(CONFIG, "h100:8", fixed, messages.append)
     configs = list(devices.planned)
-    assert said == [
+    assert messages == [
         "compiling " + describe(vars(config.mesh), settings(config)) for config in configs
     ]
     assert len(configs) == len(tried) <= 16
-    assert 1 <= sum(each.fits for _, each in tried) <= 4
-    assert [each.fits for _, each in tried] == sorted(
-        (each.fits for _, each in tried), reverse=True
+    assert 1 <= sum(receipt.fits for _, receipt in tried) <= 4
+    assert [receipt.fits for _, receipt in tried] == sorted(
+        (receipt.fits for _, receipt in tried), reverse=True
     )
 
     def all_of_them():
@@ -85,7 +89,9 @@ def test_the_fastest_of_all_is_found_in_few_compilations(devices, fixed):
                 loop = dataclasses.replace(CONFIG.training, remat=remat, **size)
                 yield devices.plan(dataclasses.replace(CONFIG, mesh=mesh, training=loop), "")
 
-    assert tried[0][1].tokens_per_s == max(each.tokens_per_s for each in all_of_them() if each.fits)
+    assert tried[0][1].tokens_per_s == max(
+        receipt.tokens_per_s for receipt in all_of_them() if receipt.fits
+    )
     for config in configs:
         assert config.mesh.data * config.mesh.fsdp * config.mesh.sequence * config.mesh.tensor == 8
         assert config.training.attention in ("tokamax", "triton")
@@ -100,10 +106,10 @@ def test_what_the_compiler_refuses_is_passed_over(devices, monkeypatch):
         return devices.plan(config, topology)
 
     monkeypatch.setattr(search, "plan_training", plan)
-    said = []
-    tried = search.search(CONFIG, "h100:8", True, said.append)
+    messages = []
+    tried = search.search(CONFIG, "h100:8", True, messages.append)
     assert tried[0][1].fits
-    assert "the compiler refuses the program" in said
+    assert "the compiler refuses the program" in messages
 
 
 def test_what_cannot_fit_is_not_compiled(devices):

@@ -1,6 +1,7 @@
 """Which tokens of a conversation count: exactly the answers and their ends, whatever the template.
 
-Stock templates have no ``{% generation %}`` tags. Here each gets them, by hand, and transformers says what is in them.
+Stock templates have no ``{% generation %}`` tags. Here each gets them, by hand, and transformers
+says what is in them.
 """
 
 import collections
@@ -31,8 +32,8 @@ from jllama.tokenizers import load_tokenizer, save_huggingface, train_sentencepi
 from jllama.tokenizers.gguf import from_gguf
 
 CORPUS = [
-    "the system says hello to the user and the assistant, don't they? 12 345\n\n  user\n héllo 世界 [INST] <<SYS>>\n"
-    * 20
+    "the system says hello to the user and the assistant, don't they? 12 345\n\n  user\n héllo "
+    "世界 [INST] <<SYS>>\n" * 20
 ]
 TOYS = {
     "llama2": lambda: train_sentencepiece(CORPUS, 340),
@@ -49,13 +50,19 @@ STOCK = {path.stem: path.read_text() for path in (Path(__file__).parent / "stock
 
 CHATML = "'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'"
 CHATML_TAGGED = (
-    "'<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}{% generation %}"
-    "{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}{{ message['content'] + '<|im_end|>' }}"
+    "'<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}"
+    "{% generation %}"
+    "{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}"
+    "{{ message['content'] + '<|im_end|>' }}"
     "{% endif %}{{ '\n'"
 )
-LLAMA_3 = "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim + '<|eot_id|>'"
+LLAMA_3 = (
+    "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ "
+    "message['content'] | trim + '<|eot_id|>'"
+)
 LLAMA_3_TAGGED = (
-    "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}{% if message['role'] == 'assistant' %}"
+    "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}"
+    "{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] | trim + '<|eot_id|>' }}{% endgeneration %}{% else %}"
     "{{ message['content'] | trim + '<|eot_id|>' }}{% endif %}{{- ''"
 )
@@ -73,7 +80,8 @@ TAGGED = {  # the tokenizer's kind, what is replaced, and by what
     "zephyr": (
         "llama2",
         "{{ '<|assistant|>\n'  + message['content'] + eos_token }}\n",
-        "{{ '<|assistant|>\n' }}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{{ '\n' }}",
+        "{{ '<|assistant|>\n' }}{% generation %}{{ message['content'] + eos_token }}"
+        "{% endgeneration %}{{ '\n' }}",
     ),
     "llama3": ("llama3", STOCK["llama3"], STOCK["llama3_training"]),
     "llama3_1": ("llama3", LLAMA_3, LLAMA_3_TAGGED),
@@ -95,24 +103,24 @@ def tagged(name):
 )
 def tokenizers(request, tmp_path_factory):
     """Each kind's tokenizer, and the same as transformers has it."""
-    found = {}
+    actual = {}
     for name, make in request.param.items():
         folder = tmp_path_factory.mktemp(name)
         save_huggingface(tokenizer := make(), folder)
-        found[name] = tokenizer, transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-    return found
+        actual[name] = tokenizer, transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    return actual
 
 
-def ours(tokenizer, template, messages, tools=None):
+def jllama_tokens(tokenizer, template, messages, tools=None):
     return conversation_tokens(
         tokenizer, template, messages, end_of_turn_ids(tokenizer, [tokenizer.eos_id]), tools
     )
 
 
-def theirs(peer, template, messages, tools=None):
+def peer_tokens(peer, template, messages, tools=None):
     options = {"return_dict": True, "return_assistant_tokens_mask": True}
-    given = peer.apply_chat_template(messages, tools, chat_template=template, **options)
-    return given["input_ids"], [bool(mask) for mask in given["assistant_masks"]]
+    encoded = peer.apply_chat_template(messages, tools, chat_template=template, **options)
+    return encoded["input_ids"], [bool(mask) for mask in encoded["assistant_masks"]]
 
 
 def counted_texts(tokenizer, ids, counted):
@@ -159,10 +167,10 @@ texts = texts_with(WORDS + SPECIALS)
 turns = st.lists(st.tuples(texts, texts), min_size=1, max_size=4)
 
 
-def conversation(said, system=None):
+def conversation(exchanges, system=None):
     """Questions and answers as messages."""
     parts = [] if system is None else [{"role": "system", "content": system}]
-    for question, answer in said:
+    for question, answer in exchanges:
         parts += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return parts
 
@@ -171,16 +179,18 @@ PLAIN = [("hello", "the user says"), ("12", "345 to the assistant")]
 
 
 @pytest.mark.parametrize("name", TAGGED)
-@given(said=turns, system=st.none() | texts)
-@example(said=PLAIN, system="the system")
-@example(said=[("a", ""), ("", " \n"), ("b", "\nc\n")], system=None)
-def test_stock_templates_count_what_tags_around_the_answers_would(tokenizers, name, said, system):
+@given(exchanges=turns, system=st.none() | texts)
+@example(exchanges=PLAIN, system="the system")
+@example(exchanges=[("a", ""), ("", " \n"), ("b", "\nc\n")], system=None)
+def test_stock_templates_count_what_tags_around_the_answers_would(
+    tokenizers, name, exchanges, system
+):
     tokenizer, peer = tokenizers[TAGGED[name][0]]
-    messages = conversation(said, None if name in NO_SYSTEM else system)
-    ids, counted = ours(tokenizer, STOCK[name], messages)
+    messages = conversation(exchanges, None if name in NO_SYSTEM else system)
+    ids, counted = jllama_tokens(tokenizer, STOCK[name], messages)
     assert ids == peer.apply_chat_template(messages, chat_template=STOCK[name], return_dict=False)
-    assert (ids, counted) == theirs(peer, tagged(name), messages)
-    assert (ids, counted) == ours(tokenizer, tagged(name), messages)
+    assert (ids, counted) == peer_tokens(peer, tagged(name), messages)
+    assert (ids, counted) == jllama_tokens(tokenizer, tagged(name), messages)
 
 
 @pytest.mark.parametrize(
@@ -200,9 +210,9 @@ def test_stock_templates_count_what_tags_around_the_answers_would(tokenizers, na
 def test_the_counted_tokens_are_the_answers_and_their_ends(tokenizers, name, before, end):
     tokenizer, _ = tokenizers[TAGGED[name][0]]
     messages = conversation(PLAIN, None if name in NO_SYSTEM else "the system")
-    found = counted_texts(tokenizer, *ours(tokenizer, STOCK[name], messages))
+    actual = counted_texts(tokenizer, *jllama_tokens(tokenizer, STOCK[name], messages))
     # SentencePiece's decoding leaves out the first space, which is in the first word's token.
-    assert found in (
+    assert actual in (
         [before + answer + end for _, answer in PLAIN],
         [answer + end for _, answer in PLAIN],
     )
@@ -224,10 +234,10 @@ ASKED = [
 def test_a_call_of_a_tool_counts_and_its_result_does_not(tokenizers, name, absent):
     tokenizer, peer = tokenizers["llama3"]
     messages = [
-        {key: value for key, value in each.items() if value is not None or not absent}
-        for each in ASKED
+        {key: value for key, value in message.items() if value is not None or not absent}
+        for message in ASKED
     ]
-    ids, counted = ours(tokenizer, STOCK[name], messages, TOOLS)
+    ids, counted = jllama_tokens(tokenizer, STOCK[name], messages, TOOLS)
     assert ids == peer.apply_chat_template(
         messages, TOOLS, chat_template=STOCK[name], return_dict=False
     )
@@ -235,15 +245,17 @@ def test_a_call_of_a_tool_counts_and_its_result_does_not(tokenizers, name, absen
     assert counted_texts(tokenizer, ids, counted) == [call, "the user says 22<|eot_id|>"]
 
 
-@given(said=turns, system=st.none() | texts)
-def test_the_training_template_of_trl(tokenizers, said, system):
+@given(exchanges=turns, system=st.none() | texts)
+def test_the_training_template_of_trl(tokenizers, exchanges, system):
     """Its tags are taken as they are: the newlines around an answer are in them."""
     tokenizer, peer = tokenizers["smollm2"]
-    messages, template = conversation(said, system), STOCK["qwen2_5_training"]
-    assert ours(tokenizer, template, messages) == theirs(peer, template, messages)
-    found = theirs(peer, template, ASKED, TOOLS)
-    assert ours(tokenizer, template, ASKED, TOOLS) == found
-    assert json.dumps({"city": "Zürich"}, ensure_ascii=False) in counted_texts(tokenizer, *found)[0]
+    messages, template = conversation(exchanges, system), STOCK["qwen2_5_training"]
+    assert jllama_tokens(tokenizer, template, messages) == peer_tokens(peer, template, messages)
+    actual = peer_tokens(peer, template, ASKED, TOOLS)
+    assert jllama_tokens(tokenizer, template, ASKED, TOOLS) == actual
+    assert (
+        json.dumps({"city": "Zürich"}, ensure_ascii=False) in counted_texts(tokenizer, *actual)[0]
+    )
 
 
 def test_tags_without_the_end_of_an_answer(tokenizers):
@@ -255,7 +267,9 @@ def test_tags_without_the_end_of_an_answer(tokenizers):
     )
     messages = conversation([*PLAIN, ("a", "")])
     assert without != tagged("chatml")
-    assert ours(tokenizer, without, messages) == ours(tokenizer, tagged("chatml"), messages)
+    assert jllama_tokens(tokenizer, without, messages) == jllama_tokens(
+        tokenizer, tagged("chatml"), messages
+    )
 
 
 def test_an_end_in_the_tags_is_the_only_one(tokenizers):
@@ -265,9 +279,9 @@ def test_an_end_in_the_tags_is_the_only_one(tokenizers):
         tagged("chatml").replace("{{ '\n'}}{% endfor %}", "<|endoftext|>{% endfor %}"),
         conversation(PLAIN),
     )
-    found = conversation_tokens(tokenizer, template, messages, [0, 2])
-    assert found[0].count(0) == 4
-    assert found == theirs(peer, template, messages)
+    actual = conversation_tokens(tokenizer, template, messages, [0, 2])
+    assert actual[0].count(0) == 4
+    assert actual == peer_tokens(peer, template, messages)
 
 
 @pytest.mark.parametrize(
@@ -275,48 +289,59 @@ def test_an_end_in_the_tags_is_the_only_one(tokenizers):
     [
         ("no generation prompt", STOCK["chatml"].partition("{% if add")[0]),
         ("one that differs", STOCK["chatml"].replace("assistant\n'", "assistant\n<think>\n'")),
-        ("the system's message last", "{% set system = messages[0].content %}{% for message in messages[1:] %}"
-         "{{ '<|im_start|>' + message.role + '\n' + (system if loop.revindex == 2 else '') + message.content }}"
+        ("the system's message last",
+         "{% set system = messages[0].content %}{% for message in messages[1:] %}"
+         "{{ '<|im_start|>' + message.role + '\n' + (system if loop.revindex == 2 else '') + "
+         "message.content }}"
          "{{ '<|im_end|>\n' }}{% endfor %}"),
-        ("no end before the next turn", "{% for message in messages %}{{ '<|im_end|>\n' if not loop.first }}"
+        ("no end before the next turn",
+         "{% for message in messages %}{{ '<|im_end|>\n' if not loop.first }}"
          "{{ '<|im_start|>' + message.role + '\n' + message.content }}{% endfor %}<|im_end|>"),
     ],
 )  # fmt: skip
 def test_templates_whose_parts_do_not_follow_each_other(tokenizers, name, template):
     tokenizer, _ = tokenizers["smollm2"]
-    found = counted_texts(tokenizer, *ours(tokenizer, template, conversation(PLAIN, "the system")))
-    assert found == [f"{answer}<|im_end|>" for _, answer in PLAIN]
+    actual = counted_texts(
+        tokenizer, *jllama_tokens(tokenizer, template, conversation(PLAIN, "the system"))
+    )
+    assert actual == [f"{answer}<|im_end|>" for _, answer in PLAIN]
 
 
 def test_a_greeting_and_two_answers_in_a_row(tokenizers):
     tokenizer, _ = tokenizers["smollm2"]
-    said = [
+    pairs = [
         ("assistant", "hello"),
         ("user", "a"),
         ("assistant", "12"),
         ("assistant", "the user"),
         ("user", "b"),
     ]
-    messages = [{"role": role, "content": content} for role, content in said]
-    found = counted_texts(
-        tokenizer, *ours(tokenizer, STOCK["smollm2"].replace("loop.first", "false"), messages)
+    messages = [{"role": role, "content": content} for role, content in pairs]
+    actual = counted_texts(
+        tokenizer,
+        *jllama_tokens(tokenizer, STOCK["smollm2"].replace("loop.first", "false"), messages),
     )
-    assert found == ["hello<|im_end|>", "12<|im_end|>", "the user<|im_end|>"]
+    assert actual == ["hello<|im_end|>", "12<|im_end|>", "the user<|im_end|>"]
 
 
 def test_an_end_further_on_is_another_messages(tokenizers):
     """Where a template ends no answer, the next question's end is not counted."""
     tokenizer, _ = tokenizers["smollm2"]
-    template = "{% for m in messages %}{{ m.role + ': ' + m.content + ('<|im_end|>' if m.role == 'user') + '\n' }}{% endfor %}"
-    found = counted_texts(
-        tokenizer,
-        *ours(tokenizer, template.replace("'user')", "'user' else '')"), conversation(PLAIN)),
+    template = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content + ('<|im_end|>' if m.role "
+        "== 'user') + '\n' }}{% endfor %}"
     )
-    assert [text.strip() for text in found] == [answer for _, answer in PLAIN]
+    actual = counted_texts(
+        tokenizer,
+        *jllama_tokens(
+            tokenizer, template.replace("'user')", "'user' else '')"), conversation(PLAIN)
+        ),
+    )
+    assert [text.strip() for text in actual] == [answer for _, answer in PLAIN]
 
 
-def shifted(found, by):
-    ids, counted = found
+def shifted(actual, by):
+    ids, counted = actual
     return ids, counted[by:] + counted[:by]
 
 
@@ -353,8 +378,8 @@ def test_mistakes_are_seen(tokenizers, mistake, monkeypatch):
     kind, name = ("llama3", "llama3") if mistake == "bos" else ("smollm2", "chatml")
     tokenizer, peer = tokenizers[kind]
     messages, template = conversation(PLAIN, "the system"), STOCK[name]
-    right = theirs(peer, tagged(name), messages)
-    assert ours(tokenizer, template, messages) == right
+    right = peer_tokens(peer, tagged(name), messages)
+    assert jllama_tokens(tokenizer, template, messages) == right
     stop_ids = end_of_turn_ids(tokenizer, [tokenizer.eos_id])
     if mistake == "header":
         monkeypatch.setattr(answers, "render_answers", with_headers)
@@ -375,17 +400,20 @@ def test_mistakes_are_seen(tokenizers, mistake, monkeypatch):
             "encode_with_special_tokens",
             lambda self, text: [self.bos_id, *encode(self, text)],
         )
-    found = conversation_tokens(tokenizer, template, messages, stop_ids)
-    found = shifted(found, {"before": 1, "after": -1}.get(mistake, 0))
-    assert found != right
-    assert (found[0] != right[0]) == (mistake == "bos")
+    actual = conversation_tokens(tokenizer, template, messages, stop_ids)
+    actual = shifted(actual, {"before": 1, "after": -1}.get(mistake, 0))
+    assert actual != right
+    assert (actual[0] != right[0]) == (mistake == "bos")
 
 
 def test_one_bos_where_tokenizer_and_template_have_it(tokenizers):
     for kind, name in (("llama3", "llama3"), ("llama2", "mistral")):
         tokenizer, _ = tokenizers[kind]
         assert tokenizer.add_bos
-        assert ours(tokenizer, STOCK[name], conversation(PLAIN))[0].count(tokenizer.bos_id) == 1
+        assert (
+            jllama_tokens(tokenizer, STOCK[name], conversation(PLAIN))[0].count(tokenizer.bos_id)
+            == 1
+        )
 
 
 def says(*messages):
@@ -393,25 +421,34 @@ def says(*messages):
 
 
 @pytest.mark.parametrize(
-    ("messages", "said"),
+    ("messages", "message"),
     [
         (says(), "no message is the assistant's, so there is nothing to learn"),
-        (says({"role": "robot", "content": "a"}), "the role 'robot'; it must be one of system, user, assistant, tool"),
-        (says({"role": "assistant", "content": 3}), "message 1 has a content of type int, not text"),
-        (says({"role": "assistant"}), "message 1 has 'role'; it must have just 'role' and 'content'"),
+        (says({"role": "robot", "content": "a"}),
+         "the role 'robot'; it must be one of system, user, assistant, tool"),
+        (says({"role": "assistant", "content": 3}),
+         "message 1 has a content of type int, not text"),
+        (says({"role": "assistant"}),
+         "message 1 has 'role'; it must have just 'role' and 'content'"),
         (says({"role": ["assistant"], "content": "a"}), r"message 1 has the role \['assistant'\]"),
-        (says({"role": "assistant", "tool_calls": 3}), "message 1 has tool_calls that are not a list of objects"),
-        (says({"role": "assistant", "tool_calls": ["a"]}), "message 1 has tool_calls that are not a list of objects"),
-        (says({"role": "tool", "content": None}), "message 1 has a content of type NoneType, not text"),
-        (says({"role": "user", "content": "a", "tool_calls": []}), "message 1 has 'role', 'content', 'tool_calls'"),
-        (says({"role": "system", "content": "a"}), "message 1 is the system's: the roles are out of order"),
-        (says({"role": "tool", "content": "a"}), "message 1 is a tool's and message 0 calls none: the roles"),
+        (says({"role": "assistant", "tool_calls": 3}),
+         "message 1 has tool_calls that are not a list of objects"),
+        (says({"role": "assistant", "tool_calls": ["a"]}),
+         "message 1 has tool_calls that are not a list of objects"),
+        (says({"role": "tool", "content": None}),
+         "message 1 has a content of type NoneType, not text"),
+        (says({"role": "user", "content": "a", "tool_calls": []}),
+         "message 1 has 'role', 'content', 'tool_calls'"),
+        (says({"role": "system", "content": "a"}),
+         "message 1 is the system's: the roles are out of order"),
+        (says({"role": "tool", "content": "a"}),
+         "message 1 is a tool's and message 0 calls none: the roles"),
         (says({"role": "assistant", "content": "\ud83d"}), "lone surrogate U\\+D83D"),
     ],
 )  # fmt: skip
-def test_conversations_that_are_none(tokenizers, messages, said):
-    with pytest.raises(JllamaError, match=said):
-        ours(tokenizers["smollm2"][0], TEMPLATES["chatml"], messages)
+def test_conversations_that_are_none(tokenizers, messages, message):
+    with pytest.raises(JllamaError, match=message):
+        jllama_tokens(tokenizers["smollm2"][0], TEMPLATES["chatml"], messages)
 
 
 def test_templates_that_do_not_serve(tokenizers):
@@ -422,20 +459,20 @@ def test_templates_that_do_not_serve(tokenizers):
         JllamaError,
         match="answer 2 is no part of its own in what the chat template writes: fill it, leave",
     ):
-        ours(tokenizer, counts, conversation(PLAIN))
+        jllama_tokens(tokenizer, counts, conversation(PLAIN))
     says_its_length = loop.replace("STEP", "{{ m.content }}, {{ m.content | length }}; ")
     with pytest.raises(JllamaError, match="answer 1 is no part of its own"):
-        ours(tokenizer, says_its_length, conversation(PLAIN))
+        jllama_tokens(tokenizer, says_its_length, conversation(PLAIN))
     with pytest.raises(JllamaError, match="answer 1 is no part of its own"):
-        ours(tokenizer, "{{ messages[0].content }}", conversation(PLAIN))
+        jllama_tokens(tokenizer, "{{ messages[0].content }}", conversation(PLAIN))
     with pytest.raises(
         JllamaError, match="refuses these messages: Conversation roles must alternate"
     ):
-        ours(tokenizers["llama2"][0], STOCK["mistral"], conversation(PLAIN)[1:])
+        jllama_tokens(tokenizers["llama2"][0], STOCK["mistral"], conversation(PLAIN)[1:])
     with pytest.raises(JllamaError, match="answer 1 is no part of its own"):
-        ours(tokenizer, loop.replace("STEP", "{{ m.content }}"), conversation([("a", "")]))
+        jllama_tokens(tokenizer, loop.replace("STEP", "{{ m.content }}"), conversation([("a", "")]))
     with pytest.raises(UsageError, match="as JSON does"):
-        ours(tokenizer, TEMPLATES["chatml"], conversation(PLAIN), [{"name": {1, 2}}])
+        jllama_tokens(tokenizer, TEMPLATES["chatml"], conversation(PLAIN), [{"name": {1, 2}}])
 
 
 @pytest.mark.parametrize("tools", [{"name": "a"}, ["a"], 3])
@@ -443,11 +480,14 @@ def test_tools_that_are_none(tokenizers, tools):
     with pytest.raises(
         UsageError, match="the tools must be a list of objects, each the JSON schema of a function"
     ):
-        ours(tokenizers["smollm2"][0], TEMPLATES["chatml"], conversation(PLAIN), tools)
+        jllama_tokens(tokenizers["smollm2"][0], TEMPLATES["chatml"], conversation(PLAIN), tools)
 
 
 def test_tags_as_transformers_has_them_in_text():
-    template = "{% set a %}x{% endset %}é{% generation %}{{ a }}{% set a = 'y' %}{{ a }}{% endgeneration %}{{ a }}"
+    template = (
+        "{% set a %}x{% endset %}é{% generation %}{{ a }}{% set a = 'y' %}{{ a }}"
+        "{% endgeneration %}{{ a }}"
+    )
     assert render(template) == "éxyx"
 
 
@@ -465,14 +505,14 @@ def call(city, id="call12345"):
 def tokens_and_notes(tokenizer, template, messages, stop_ids=(2,), tools=None, **options):
     """The texts that count, and what is noted."""
     notes = collections.Counter()
-    found = conversation_tokens(
+    actual = conversation_tokens(
         tokenizer, template, messages, stop_ids, tools, notes=notes, **options
     )
-    return [text.strip() for text in counted_texts(tokenizer, *found)], dict(notes)
+    return [text.strip() for text in counted_texts(tokenizer, *actual)], dict(notes)
 
 
 @pytest.mark.parametrize(
-    ("name", "messages", "tools", "said"),
+    ("name", "messages", "tools", "message"),
     [
         ("smollm2", ASKED, None, "leaves out the tool_calls of message 2, which would be lost"),
         (
@@ -491,15 +531,18 @@ def tokens_and_notes(tokenizer, template, messages, stop_ids=(2,), tools=None, *
         ("no results", ASKED, None, "leaves out message 3, which would be lost"),
     ],
 )
-def test_what_a_template_leaves_out_is_refused(tokenizers, name, messages, tools, said):
-    loop = "{% for m in messages if m.role != 'ROLE' %}<|im_start|>{{ m.content or m.tool_calls }}<|im_end|>{% endfor %}"
+def test_what_a_template_leaves_out_is_refused(tokenizers, name, messages, tools, message):
+    loop = (
+        "{% for m in messages if m.role != 'ROLE' %}<|im_start|>"
+        "{{ m.content or m.tool_calls }}<|im_end|>{% endfor %}"
+    )
     templates = {
         "no system": loop.replace("ROLE", "system"),
         "no results": loop.replace("ROLE", "tool"),
     }
     messages = [message | {"content": message["content"] or ""} for message in messages]
-    with pytest.raises(JllamaError, match=f"the chat template {said}"):
-        ours(tokenizers["smollm2"][0], templates.get(name) or STOCK[name], messages, tools)
+    with pytest.raises(JllamaError, match=f"the chat template {message}"):
+        jllama_tokens(tokenizers["smollm2"][0], templates.get(name) or STOCK[name], messages, tools)
 
 
 def test_no_part_is_missed_that_is_there(tokenizers):
@@ -508,7 +551,7 @@ def test_no_part_is_missed_that_is_there(tokenizers):
     default = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
     for system in (default, "", " "):
         messages = conversation([("a", "b"), ("a", "b"), (" ", "c")], system)
-        assert counted_texts(tokenizer, *ours(tokenizer, STOCK["smollm2"], messages)) == [
+        assert counted_texts(tokenizer, *jllama_tokens(tokenizer, STOCK["smollm2"], messages)) == [
             "b<|im_end|>",
             "b<|im_end|>",
             "c<|im_end|>",
@@ -517,7 +560,7 @@ def test_no_part_is_missed_that_is_there(tokenizers):
 
 @pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
 def test_smollm2_learns_calls_as_the_server_reads_them(tokenizers, content):
-    """Its own template has no tools: the one that takes its place does, for messages as OpenAI has them."""
+    """Its own template has no tools; its replacement takes them, for messages in OpenAI's form."""
     tokenizer, _ = tokenizers["smollm2"]
     arguments = {"name": "weather", "arguments": '{"city": "Rome"}'}
     asks = {
@@ -525,10 +568,10 @@ def test_smollm2_learns_calls_as_the_server_reads_them(tokenizers, content):
         **content,
         "tool_calls": [{"id": "a", "type": "function", "function": arguments}],
     }
-    given = [*ASKED[:2], asks, {"role": "tool", "tool_call_id": "a", "content": "22"}, ASKED[4]]
+    written = [*ASKED[:2], asks, {"role": "tool", "tool_call_id": "a", "content": "22"}, ASKED[4]]
     template, messages = (
         find_template(tokenizer, STOCK["smollm2"]),
-        openai_messages(given, is_request=False),
+        openai_messages(written, is_request=False),
     )
     texts, notes = tokens_and_notes(tokenizer, template, messages, tools=TOOLS)
     assert texts == [
@@ -536,7 +579,7 @@ def test_smollm2_learns_calls_as_the_server_reads_them(tokenizers, content):
         "the user says 22<|im_end|>",
     ]
     assert notes == {}
-    assert messages == openai_messages(given) or content == {"content": None}
+    assert messages == openai_messages(written) or content == {"content": None}
 
 
 MISTRAL_CALLS = r"""{{ bos_token }}{% set ns = namespace(turn=0, last=0) %}
@@ -549,8 +592,8 @@ MISTRAL_CALLS = r"""{{ bos_token }}{% set ns = namespace(turn=0, last=0) %}
 {{- raise_exception('IDs must have a length of 9') }}{% endif %}
 {{- (call.function | tojson)[:-1] + ', "id": "' + call.id }}"}
 {%- endfor %}]{{ eos_token }}{% elif m.role == 'tool' %}{{- '[RESULT]' + m.content + '[/RESULT]\n' }}
-{%- else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"""
-"""What Mistral's third template does: calls are no turns, their ids have nine characters, tools stand last."""
+{%- else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"""  # noqa: E501
+"""Mistral's third template: calls are not turns, their ids have nine characters, tools are last."""
 
 
 def test_calls_where_a_template_takes_turns_without_them(tokenizers):
@@ -558,8 +601,16 @@ def test_calls_where_a_template_takes_turns_without_them(tokenizers):
     two = {"role": "assistant", "tool_calls": [call("Rome"), call("Oslo")]}
     one = {"role": "assistant", "tool_calls": [call(12)]}
     result = {"role": "tool", "content": "22"}
-    asked = {"role": "user", "content": "the user"}
-    messages = [asked, two, result, result, one, result, {"role": "assistant", "content": "hello"}]
+    question = {"role": "user", "content": "the user"}
+    messages = [
+        question,
+        two,
+        result,
+        result,
+        one,
+        result,
+        {"role": "assistant", "content": "hello"},
+    ]
     written = "[CALLS] [{}]</s>"
     rome, oslo, twelve = (
         f'{{"name": "weather", "arguments": {{"city": {city}}}, "id": "call12345"}}'
@@ -568,7 +619,7 @@ def test_calls_where_a_template_takes_turns_without_them(tokenizers):
     expected = [written.format(rome + oslo), written.format(twelve), "hello</s>"]
     for count, questions in [
         (7, []),
-        (7, [asked, {"role": "assistant", "content": "12"}]),
+        (7, [question, {"role": "assistant", "content": "12"}]),
         (5, []),
         (2, []),
     ]:
@@ -578,7 +629,10 @@ def test_calls_where_a_template_takes_turns_without_them(tokenizers):
         answers_before = sum(message["role"] == "assistant" for message in messages[:count])
         assert texts == expected[:answers_before] + ["12</s>"] * bool(questions)
         assert notes == {}
-    (_, counted), text = ours(tokenizer, MISTRAL_CALLS, messages), "[INST]the user[/INST]\n"
+    (_, counted), text = (
+        jllama_tokens(tokenizer, MISTRAL_CALLS, messages),
+        "[INST]the user[/INST]\n",
+    )
     assert not any(counted[: len(tokenizer.encode_with_special_tokens(f"<s>{text}")) - 1])
 
 
@@ -593,7 +647,8 @@ def test_the_end_that_a_template_writes_counts_though_it_is_no_stop_id(tokenizer
     messages = conversation(PLAIN)
     ends = [f"{answer}<|im_end|>" for _, answer in PLAIN]
     assert tokens_and_notes(tokenizer, PHI, messages, [tokenizer_stop]) == (ends, {})
-    # Where a conversation ends with a question, nothing tells whether the token ends an answer or begins a question.
+    # If a conversation ends with a question, nothing tells whether the token ends an answer or
+    # begins a question.
     texts, notes = tokens_and_notes(tokenizer, PHI, messages[:3], [tokenizer_stop])
     assert texts == [PLAIN[0][1]]
     assert notes == {
@@ -605,7 +660,10 @@ def test_the_end_that_a_template_writes_counts_though_it_is_no_stop_id(tokenizer
 def test_what_a_template_writes_or_cuts_out_of_answers_is_noted(tokenizers):
     """Qwen3's empty thoughts, and R1's, which are cut out."""
     tokenizer, _ = tokenizers["smollm2"]
-    answer = "{{ '<think>\n\n</think>\n\n' if m.role == 'assistant' and loop.last }}{{ m.content.split('</think>')[-1] }}"
+    answer = (
+        "{{ '<think>\n\n</think>\n\n' if m.role == 'assistant' and loop.last }}"
+        "{{ m.content.split('</think>')[-1] }}"
+    )
     template = "{% for m in messages %}<|im_start|>{{ m.role }}\nANSWER<|im_end|>\n{% endfor %}"
     template += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     template = template.replace("ANSWER", answer.replace("loop.last }}", "loop.last else '' }}"))
@@ -633,18 +691,23 @@ def test_only_the_answers_asked_for_count(tokenizers, name):
 def test_arguments_are_text_to_templates_that_want_it(tokenizers):
     """DeepSeek's adds them to a text, others write them as JSON."""
     tokenizer, _ = tokenizers["smollm2"]
-    template = "{% for m in messages %}<|im_start|>{% for c in m.tool_calls %}{{ ARGUMENTS }}{% endfor %}{{ m.content }}"
+    template = (
+        "{% for m in messages %}<|im_start|>{% for c in m.tool_calls %}{{ ARGUMENTS }}"
+        "{% endfor %}{{ m.content }}"
+    )
     template += "<|im_end|>{% endfor %}"
-    found = []
+    actual = []
     for written in ("'' + c.function.arguments", "c.function.arguments | tojson"):
         messages = [message | {"content": message["content"] or ""} for message in ASKED]
-        found += [ours(tokenizer, template.replace("ARGUMENTS", written), messages)]
-    assert found[0] == found[1]
-    assert counted_texts(tokenizer, *found[0])[0] == '{"city": "Zürich"}<|im_end|>'
+        actual += [jllama_tokens(tokenizer, template.replace("ARGUMENTS", written), messages)]
+    assert actual[0] == actual[1]
+    assert counted_texts(tokenizer, *actual[0])[0] == '{"city": "Zürich"}<|im_end|>'
 
 
 def test_a_conversation_is_one_request(tokenizers, monkeypatch):
-    asked, original = [], limits._ask
-    monkeypatch.setattr(limits, "_ask", lambda request: asked.append(request) or original(request))
-    ours(tokenizers["smollm2"][0], STOCK["smollm2"], conversation(PLAIN, "the system"))
-    assert len(asked) == 1
+    requests, original = [], limits._ask
+    monkeypatch.setattr(
+        limits, "_ask", lambda request: requests.append(request) or original(request)
+    )
+    jllama_tokens(tokenizers["smollm2"][0], STOCK["smollm2"], conversation(PLAIN, "the system"))
+    assert len(requests) == 1

@@ -18,8 +18,8 @@ from jllama.templates.template import render
 from jllama.tokenizers import BytesTokenizer, as_huggingface, save_huggingface, train_sentencepiece
 
 CORPUS = [
-    "the system says hello to the user and the assistant, don't they? 12 345\n\n  user\n héllo 世界 [INST] <<SYS>>\n"
-    * 20
+    "the system says hello to the user and the assistant, don't they? 12 345\n\n  user\n héllo "
+    "世界 [INST] <<SYS>>\n" * 20
 ]
 CONFIG = LlamaConfig(vocab_size=300, num_layers=1, embed_dim=32)
 
@@ -40,12 +40,12 @@ def model_with(tokenizer, template=None, stop_ids=()):
 @pytest.fixture(scope="module")
 def peers(tmp_path_factory):
     """Each tokenizer as transformers has it."""
-    found = {}
+    actual = {}
     for name, tokenizer in TOKENIZERS.items():
         folder = tmp_path_factory.mktemp(name)
         save_huggingface(tokenizer, folder)
-        found[name] = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-    return found
+        actual[name] = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    return actual
 
 
 WORDS = [
@@ -107,7 +107,10 @@ plain = texts.filter(lambda text: "<" not in text)
 
 @given(st.lists(plain, min_size=1, max_size=5), plain)
 def test_llama_2_is_metas_dialogue(contents, system):
-    """Each question and its answer is a text of its own, between BOS and EOS. Source: Meta's ``generation.py``."""
+    """Each question and its answer is a text of its own, between BOS and EOS.
+
+    Source: Meta's ``generation.py``.
+    """
     processor = sentencepiece.SentencePieceProcessor(model_proto=LLAMA_2.content)
     roles = [("user", "assistant")[place % 2] for place in range(len(contents))][
         : len(contents) - (len(contents) + 1) % 2
@@ -115,12 +118,12 @@ def test_llama_2_is_metas_dialogue(contents, system):
     turns = [
         {"role": role, "content": content} for role, content in zip(roles, contents, strict=False)
     ]
-    told = [f"<<SYS>>\n{system}\n<</SYS>>\n\n{contents[0]}", *contents[1:]]
+    prompted = [f"<<SYS>>\n{system}\n<</SYS>>\n\n{contents[0]}", *contents[1:]]
     expected = []
     for place in range(0, len(turns), 2):
-        text = f"[INST] {told[place].strip()} [/INST]"
+        text = f"[INST] {prompted[place].strip()} [/INST]"
         if place + 1 < len(turns):
-            expected += [1, *processor.encode(f"{text} {told[place + 1].strip()} "), 2]
+            expected += [1, *processor.encode(f"{text} {prompted[place + 1].strip()} "), 2]
         else:
             expected += [1, *processor.encode(text)]
     ids = chat_ids(model_with(LLAMA_2), [{"role": "system", "content": system}, *turns])
@@ -140,8 +143,8 @@ def test_llama_2_is_transformers_legacy(tmp_path):
 
 @given(
     conversations().map(
-        lambda said: [
-            message | {"content": message["content"].replace("<", "")} for message in said
+        lambda drawn: [
+            message | {"content": message["content"].replace("<", "")} for message in drawn
         ]
     )
 )
@@ -227,7 +230,7 @@ FEATURES = """\
   {% endif %}
 {% set text %}  kept {{ messages | length }}{% endset %}{{ text }}{{ undefined_thing }}{{ (1, [2], {3: 4}) }}
 {%- if add_generation_prompt %}{{ '<|im_start|>' -}}{% endif %}
-"""
+"""  # noqa: E501
 
 
 @given(conversations(), st.booleans())
@@ -256,7 +259,7 @@ def test_what_ends_an_answer():
 
 
 @pytest.mark.parametrize(
-    ("messages", "said"),
+    ("messages", "message"),
     [
         ([], "there are no messages"),
         ([{"role": "user"}], "message 0 has 'role'; it must have just 'role' and 'content'"),
@@ -276,8 +279,8 @@ def test_what_ends_an_answer():
         ),
     ],
 )
-def test_messages_that_are_none(messages, said):
-    with pytest.raises(UsageError, match=said):
+def test_messages_that_are_none(messages, message):
+    with pytest.raises(UsageError, match=message):
         chat_ids(model_with(LLAMA_2), messages)
 
 

@@ -1,4 +1,4 @@
-"""Hostile templates: whatever they do, one sentence comes back soon, and this process never holds what they make."""
+"""Hostile templates: one sentence comes back soon, and this process never holds what they make."""
 
 import concurrent.futures
 import os
@@ -17,12 +17,18 @@ from jllama.templates.messages import TEMPLATES
 from jllama.templates.template import render
 
 MESSAGES = [{"role": "user", "content": "hi there\n" * 99}]
-NESTED = "{% set ns = namespace(l=[1, 2]) %}{% for i in range(60) %}{% set ns.l = [ns.l, ns.l] %}{% endfor %}"
+NESTED = (
+    "{% set ns = namespace(l=[1, 2]) %}{% for i in range(60) %}"
+    "{% set ns.l = [ns.l, ns.l] %}{% endfor %}"
+)
 DOUBLED = (
     "{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set ns.s = STEP %}{% endfor %}"
 )
 LOOPS = "{% for a in r %}{% for b in r %}{% for c in r %}"
-LIMIT = r"it takes too much time or memory \(over 0.1 s or 128 MiB\); perhaps it loops without end; give another t"
+LIMIT = (
+    r"it takes too much time or memory \(over 0.1 s or 128 MiB\); perhaps it loops without "
+    r"end; give another t"
+)
 TEXT = "it makes a text of over 100,000 bytes"
 
 
@@ -34,7 +40,7 @@ def _a_new_worker():
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "message"),
     [
         # time
         ("{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}", LIMIT),
@@ -44,15 +50,18 @@ def _a_new_worker():
             LIMIT,
         ),
         (
-            "{% for a in [1, 2] recursive %}{% if loop.depth < 60 %}{{ loop([1, 2]) }}{% endif %}{% endfor %}",
+            "{% for a in [1, 2] recursive %}{% if loop.depth < 60 %}{{ loop([1, 2]) }}"
+            "{% endif %}{% endfor %}",
             LIMIT,
         ),
         (
-            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
+            "{{ f(60) }}",
             LIMIT,
         ),
         (
-            f"{LOOPS}{{% set x = messages | map('tojson') | list %}}{{% endfor %}}{{% endfor %}}{{% endfor %}}",
+            f"{LOOPS}{{% set x = messages | map('tojson') | list %}}{{% endfor %}}{{% endfor "
+            f"%}}{{% endfor %}}",
             LIMIT,
         ),
         ("{% set a = [1] * 300000 %}{{ ('%(a)s' * 300) % {'a': a} }}", LIMIT),
@@ -64,7 +73,8 @@ def _a_new_worker():
         ("{{ ('{a}' * 90000).format(a='a' * 90000) }}", LIMIT),
         ("{{ ('%(a)s' * 90000) | format(a='a' * 90000) }}", LIMIT),
         (
-            "{% set ns = namespace(l=[]) %}{% for a in r %}{% set ns.l = [ns.l, 'a' * (a + 90000)] %}{% endfor %}",
+            "{% set ns = namespace(l=[]) %}{% for a in r %}"
+            "{% set ns.l = [ns.l, 'a' * (a + 90000)] %}{% endfor %}",
             LIMIT,
         ),
         ("{{ 'a' * 10 ** 10 }}", LIMIT),
@@ -126,14 +136,15 @@ def _a_new_worker():
     ],
     ids=lambda value: value[:50],
 )
-def test_hostile_templates_end_with_one_sentence(template, said, monkeypatch):
-    is_endless = said == LIMIT  # all else must end for its own reason, however slow the machine is
+def test_hostile_templates_end_with_one_sentence(template, message, monkeypatch):
+    # All others must end for their own reason, however slow the machine is.
+    is_endless = message == LIMIT
     monkeypatch.setattr(limits, "SECONDS", 0.1 if is_endless else 600.0)
     monkeypatch.setattr(limits, "CLOCK_SECONDS", 600.0)
     monkeypatch.setattr(limits, "MEMORY_BYTES", 128 * 2**20)
     monkeypatch.setattr(limits, "MAX_BYTES", 100_000)
     tracemalloc.start()
-    with pytest.raises(JllamaError, match=said) as caught:
+    with pytest.raises(JllamaError, match=message) as caught:
         render(template, r=list(range(9999)), messages=MESSAGES)
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -187,7 +198,7 @@ def test_many_threads_get_each_its_own_text():
 
 
 def test_a_slow_template_does_not_hold_up_another(monkeypatch):
-    """The first worker never answers; a second text is rendered while the first call still waits."""
+    """The first worker never answers; a second text is rendered while the first call waits."""
     original, started = subprocess.Popen, []
     sleeper = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"]
     limits._stop()
@@ -220,13 +231,17 @@ def test_variables_that_json_cannot_hold():
 
 
 def test_the_worker_imports_nothing_of_the_users_and_ends_with_its_parent(tmp_path):
-    """A ``json.py`` in the user's folder or path is not run; Ctrl-C means the parent; killed, it leaves no worker."""
+    """A ``json.py`` in the user's folder or path is not run.
+
+    Ctrl-C is for the parent, which leaves no worker when it is killed.
+    """
     (tmp_path / "json.py").write_text("raise SystemExit('mine')")
     (tmp_path / "jinja2.py").write_text("raise SystemExit('mine')")
     code = (
         "import os, sys; from jllama.templates import template\n"
         f"os.chdir({str(tmp_path)!r}); os.environ['PYTHONPATH'] = {str(tmp_path)!r}\n"
-        "print(template.render('{{ 1 + 1 }}'), 'jinja2' in sys.modules, 'jax' in sys.modules, flush=True)\n"
+        "print(template.render('{{ 1 + 1 }}'), 'jinja2' in sys.modules, 'jax' in sys.modules, "
+        "flush=True)\n"
         "((worker,),) = template._workers.values(); os.kill(worker.pid, 2)\n"
         "print(template.render('alive'), worker.pid, flush=True)\n"
         "os.kill(os.getpid(), 9)"

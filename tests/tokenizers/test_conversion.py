@@ -1,4 +1,4 @@
-"""A tokenizer of every kind, as every format holds it, gives the ids that the original library gives."""
+"""Tokenizers of every kind, in every format, give the ids that the original library gives."""
 
 import base64
 import io
@@ -41,8 +41,8 @@ from jllama.tokenizers.llama2c import load_llama2c_tokenizer, save_llama2c_token
 from jllama.tokenizers.tiktoken import PATTERN, SPECIAL_TOKENS, _parts, write_ranks
 
 CORPUS = [
-    "the quick brown fox jumps over the lazy dog, don't they? 12 345 6789\n\n  def f(x):\n    return x\n"
-    * 20,
+    "the quick brown fox jumps over the lazy dog, don't they? 12 345 6789\n\n  def f(x):\n    "
+    "return x\n" * 20,
     "héllo wörld 你好 世界 " * 20,
 ]
 TEXTS = [text for text in HARD if "\u2581" not in text]
@@ -84,10 +84,10 @@ repetitive = st.lists(
 every_tokenizer = pytest.mark.parametrize("tokenizer", MADE.values(), ids=MADE)
 
 
-def assert_same_ids(found, expected):
+def assert_same_ids(actual, expected):
     for text in TEXTS:
-        assert found.encode(text) == expected.encode(text), text
-    assert (found.bos_id, found.eos_id, found.add_bos) == (
+        assert actual.encode(text) == expected.encode(text), text
+    assert (actual.bos_id, actual.eos_id, actual.add_bos) == (
         expected.bos_id,
         expected.eos_id,
         expected.add_bos,
@@ -138,10 +138,10 @@ def test_hard_text_comes_back(tokenizer):
 def test_saved_it_is_loaded(tokenizer, tmp_path):
     tokenizer.save(tmp_path)
     assert has_tokenizer(tmp_path)
-    found = load_tokenizer(tmp_path)
-    assert type(found) is type(tokenizer)
-    assert_same_ids(found, tokenizer)
-    assert (found.fingerprint(), found.vocab_size) == (
+    actual = load_tokenizer(tmp_path)
+    assert type(actual) is type(tokenizer)
+    assert_same_ids(actual, tokenizer)
+    assert (actual.fingerprint(), actual.vocab_size) == (
         tokenizer.fingerprint(),
         tokenizer.vocab_size,
     )
@@ -167,9 +167,9 @@ def test_through_gguf(tokenizer, padding):
     metadata = to_gguf(tokenizer, tokenizer.vocab_size + padding)
     assert len(metadata["tokenizer.ggml.tokens"]) == tokenizer.vocab_size + padding
     assert len(metadata["tokenizer.ggml.token_type"]) == tokenizer.vocab_size + padding
-    found = from_gguf(metadata, "it")
-    assert_same_ids(found, tokenizer)
-    assert found.vocab_size == tokenizer.vocab_size
+    actual = from_gguf(metadata, "it")
+    assert_same_ids(actual, tokenizer)
+    assert actual.vocab_size == tokenizer.vocab_size
 
 
 @every_tokenizer
@@ -237,16 +237,16 @@ def test_a_tokenizer_bin_that_lies(tmp_path):
 def test_the_way_to_split_text_matters():
     """Each known one gives other ids than the others: none is taken for another."""
     text = "it's 12345 and 3.14\n\n  x"
-    found = set()
+    actual = set()
     for pre in PRE_TOKENIZERS:
         tokens, merges = byte_level_bpe(CORPUS, 400, "gpt-2")
         vocabulary = Vocabulary(
             tokens, [TokenType.NORMAL] * len(tokens), 0, 0, False, merges=merges, pre=pre
         )
         tokenizer = HuggingFaceTokenizer.from_vocabulary(vocabulary)
-        found.add(tuple(tokenizer.encode(text)))
+        actual.add(tuple(tokenizer.encode(text)))
         assert to_gguf(tokenizer, 400)["tokenizer.ggml.pre"] == pre
-    assert len(found) == len(PRE_TOKENIZERS)
+    assert len(actual) == len(PRE_TOKENIZERS)
     digits = tokenizers.Tokenizer.from_str(
         as_huggingface(MADE["smollm"]).content.decode()
     ).pre_tokenizer.pre_tokenize_str("a 123")
@@ -309,7 +309,10 @@ def test_each_part_of_a_long_run_is_encoded_alone(monkeypatch):
 
 @pytest.mark.parametrize("name", ["sentencepiece", "tiktoken", "smollm"])
 def test_other_threads_run_while_a_long_text_is_encoded(name):
-    """The server answers others meanwhile. A library that holds the interpreter's lock allows one round or two."""
+    """The server answers others meanwhile.
+
+    A library that holds the interpreter's lock allows one round or two.
+    """
     text, rounds = "the cat sat " * 50_000, 0
     thread = threading.Thread(target=MADE[name].encode_with_special_tokens, args=[text])
     thread.start()
@@ -328,7 +331,7 @@ def test_tiktoken_and_very_long_runs(run):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (
             lambda text: text.replace(b" 5\n", b" 6\n"),
@@ -342,17 +345,17 @@ def test_tiktoken_and_very_long_runs(run):
         (lambda text: b"".join(text.splitlines(keepends=True)[:200]), "has no token for the byte"),
     ],
 )
-def test_ranks_that_are_none(tmp_path, change, said):
-    with pytest.raises(JllamaError, match=said):
+def test_ranks_that_are_none(tmp_path, change, message):
+    with pytest.raises(JllamaError, match=message):
         TiktokenTokenizer(change(MADE["tiktoken"].content), "it")
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"tokenizer.ggml.pre": "qwen2"}, "'qwen2'"),
         ({"tokenizer.ggml.model": "bert"}, "'bert'"),
-        ({"tokenizer.ggml.model": 3}, "an odd tokenizer.ggml.model"),
+        ({"tokenizer.ggml.model": 3}, "a wrong type of tokenizer.ggml.model"),
         ({"tokenizer.ggml.tokens": None}, "no tokenizer.ggml.tokens"),
         ({"tokenizer.ggml.token_type": [1]}, "types of tokens"),
         ({"tokenizer.ggml.token_type": [9] * 410}, "types of tokens other than 1 to 6"),
@@ -363,17 +366,17 @@ def test_ranks_that_are_none(tmp_path, change, said):
         ({"tokenizer.ggml.tokens": ["\udc80"] * 410}, "not text in UTF-8"),
         ({"tokenizer.ggml.tokens": [7] * 410}, "not text in UTF-8"),
         ({"tokenizer.ggml.eos_token_id": 405}, r"has \d+ tokens, but BOS and EOS are 1 and 405"),
-        ({"tokenizer.ggml.merges": [None]}, "which are no tokens"),
+        ({"tokenizer.ggml.merges": [None]}, "which are not tokens"),
         ({"tokenizer.ggml.bos_token_id": 10_000}, "BOS and EOS are 10000"),
-        ({"tokenizer.ggml.bos_token_id": True}, "an odd tokenizer.ggml.bos_token_id"),
-        ({"tokenizer.ggml.eos_token_id": False}, "an odd tokenizer.ggml.eos_token_id"),
-        ({"tokenizer.ggml.merges": ["a"]}, "which are no tokens"),
-        ({"tokenizer.ggml.merges": ["zz zz"]}, "which are no tokens"),
+        ({"tokenizer.ggml.bos_token_id": True}, "a wrong type of tokenizer.ggml.bos_token_id"),
+        ({"tokenizer.ggml.eos_token_id": False}, "a wrong type of tokenizer.ggml.eos_token_id"),
+        ({"tokenizer.ggml.merges": ["a"]}, "which are not tokens"),
+        ({"tokenizer.ggml.merges": ["zz zz"]}, "which are not tokens"),
     ],
 )
-def test_metadata_that_describe_no_tokenizer(change, said):
+def test_metadata_that_describe_no_tokenizer(change, message):
     metadata = to_gguf(MADE["smollm"], 410) | change
-    with pytest.raises(JllamaError, match=said):
+    with pytest.raises(JllamaError, match=message):
         from_gguf({key: value for key, value in metadata.items() if value is not None}, "it")
 
 
@@ -405,9 +408,9 @@ def test_a_json_with_more_tokens_than_the_model_beside_it_wins(tmp_path):
     }
     whole["added_tokens"].append(token | {"normalized": False})
     (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
-    found = load_tokenizer(tmp_path)
-    assert isinstance(found, HuggingFaceTokenizer)
-    assert found.vocab_size == 401
+    actual = load_tokenizer(tmp_path)
+    assert isinstance(actual, HuggingFaceTokenizer)
+    assert actual.vocab_size == 401
 
 
 def test_bos_and_eos_from_the_files_beside(tmp_path):
@@ -534,8 +537,8 @@ def test_characters_that_a_vocabulary_lacks_are_dropped():
     ids = [vocab.index(made.texts[id]) for id in (made.bos_id, made.eos_id)]
     tokenizer = HuggingFaceTokenizer(json.dumps(whole), *ids)
     text = "".join(map(chr, range(0x2000)))
-    kept = "".join(char for char in text if char not in lost)
-    assert tokenizer.decode(tokenizer.encode(text)) == kept
+    expected = "".join(char for char in text if char not in lost)
+    assert tokenizer.decode(tokenizer.encode(text)) == expected
     assert made.decode(made.encode(text)) == text
 
 
@@ -561,13 +564,15 @@ def test_whether_bos_is_added_goes_with_the_tokenizer(name, add_bos, tmp_path):
     tokenizer.save(tmp_path / "hf")
     save_meta(tokenizer, tmp_path / "meta")
     metadata = to_gguf(tokenizer, tokenizer.vocab_size)
-    found = [
+    actual = [
         load_tokenizer(tmp_path / "hf"),
         load_tokenizer(tmp_path / "meta"),
         from_gguf(metadata, "it"),
     ]
-    assert [(each.add_bos, each.bos_id, each.eos_id) for each in found] == [(add_bos, 1, 2)] * 3
-    assert found[0].fingerprint() == tokenizer.fingerprint()
+    assert [(other.add_bos, other.bos_id, other.eos_id) for other in actual] == [
+        (add_bos, 1, 2)
+    ] * 3
+    assert actual[0].fingerprint() == tokenizer.fingerprint()
     peer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert peer("a")["input_ids"] == [1] * add_bos + tokenizer.encode("a")
     if name == "sentencepiece" and not add_bos:
@@ -685,24 +690,24 @@ def test_gguf_whose_eos_is_not_marked_as_a_control_token():
             from_gguf(metadata | {"tokenizer.ggml.token_type": types}, "it"), MADE["sentencepiece"]
         )
     types = [TokenType.NORMAL] * 403
-    found = from_gguf(to_gguf(MADE["smollm"], 403) | {"tokenizer.ggml.token_type": types}, "it")
-    assert found.decode([1, *found.encode("a"), 2]) == "a"
+    actual = from_gguf(to_gguf(MADE["smollm"], 403) | {"tokenizer.ggml.token_type": types}, "it")
+    assert actual.decode([1, *actual.encode("a"), 2]) == "a"
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"scores": [0.0]}, "400 tokens but 1 scores"),
         ({"scores": ["a"] * 400}, "scores"),
         ({"unknown_token_id": 400}, "lacks an unknown token"),
         ({"unknown_token_id": 5}, "lacks an unknown token"),
         ({"token_type": [2, 3, 3] + [TokenType.NORMAL] * 397}, "256 byte tokens"),
-        ({"add_space_prefix": 1}, "an odd tokenizer.ggml.add_space_prefix"),
+        ({"add_space_prefix": 1}, "a wrong type of tokenizer.ggml.add_space_prefix"),
     ],
 )
-def test_metadata_that_describe_no_sentencepiece_model(change, said):
+def test_metadata_that_describe_no_sentencepiece_model(change, message):
     metadata = to_gguf(MADE["sentencepiece"], 400)
-    with pytest.raises(JllamaError, match=said):
+    with pytest.raises(JllamaError, match=message):
         from_gguf(
             metadata | {f"tokenizer.ggml.{key}": value for key, value in change.items()}, "it"
         )
@@ -760,19 +765,19 @@ def test_a_json_may_leave_out_what_is_default():
 
 
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("model", "message"),
     [
         ({"dropout": 0.1}, "dropout 0.1"),
         ({"end_of_word_suffix": "</w>"}, "end_of_word_suffix '</w>'"),
         ({"type": "WordLevel", "unk_token": "a"}, "is a WordLevel tokenizer"),
     ],
 )
-def test_a_json_of_another_kind(model, said):
+def test_a_json_of_another_kind(model, message):
     whole = json.loads(as_huggingface(MADE["gpt-2"]).content)
     whole["model"] |= model
     if "type" in model:
         del whole["model"]["merges"]
-    with pytest.raises(JllamaError, match=said):
+    with pytest.raises(JllamaError, match=message):
         HuggingFaceTokenizer(json.dumps(whole), 1, 2)
 
 
@@ -864,10 +869,10 @@ def test_an_added_eos_that_the_json_does_not_call_special(tmp_path):
     )
     tokenizer = HuggingFaceTokenizer(json.dumps(whole), 1, 400)
     save_meta(tokenizer, tmp_path)
-    for found in (load_tokenizer(tmp_path), from_gguf(to_gguf(tokenizer, 410), "it")):
-        assert isinstance(found, SentencePieceTokenizer)
-        assert (found.eos_id, found.vocab_size) == (400, 401)
-        assert found.encode("a b") == tokenizer.encode("a b")
+    for actual in (load_tokenizer(tmp_path), from_gguf(to_gguf(tokenizer, 410), "it")):
+        assert isinstance(actual, SentencePieceTokenizer)
+        assert (actual.eos_id, actual.vocab_size) == (400, 401)
+        assert actual.encode("a b") == tokenizer.encode("a b")
 
 
 def test_special_tokens_in_text_stay_text():

@@ -1,4 +1,4 @@
-"""Llama 3's, Mistral's (of Llama 2's kind) and SmolLM2's own tokenizers, through every format that can hold them.
+"""The tokenizers of Llama 3, Mistral (of Llama 2's kind) and SmolLM2 in every possible format.
 
 Marked ``real_weights``; ``python tests/fetch_real_weights.py`` fetches them.
 """
@@ -46,11 +46,11 @@ def smollm2():
     return from_gguf(metadata, "SmolLM2")
 
 
-def assert_same_ids(found, expected):
+def assert_same_ids(actual, expected):
     for text in HARD:
-        assert found.encode(text) == expected.encode(text), text
-        assert found.decode(found.encode(text)) == text
-    assert (found.bos_id, found.eos_id, found.add_bos) == (
+        assert actual.encode(text) == expected.encode(text), text
+        assert actual.decode(actual.encode(text)) == text
+    assert (actual.bos_id, actual.eos_id, actual.add_bos) == (
         expected.bos_id,
         expected.eos_id,
         expected.add_bos,
@@ -123,12 +123,14 @@ def test_smollm2(smollm2, tmp_path):
 
 @pytest.mark.parametrize("name", ["llama3", "mistral", "smollm2"])
 @pytest.mark.parametrize("end", ["\n", "\n\n", "\r\n", " "])
-def test_a_corpus_in_blocks_has_the_ids_of_the_whole_text(name, end, request, monkeypatch):
+def test_a_corpus_in_chunks_has_the_ids_of_the_whole_text(name, end, request, monkeypatch):
     tokenizer = request.getfixturevalue(name)
-    monkeypatch.setattr(corpus, "BLOCK", 500)
+    monkeypatch.setattr(corpus, "CHUNK", 500)
     text = Path(inspect.__file__).read_text("utf-8").replace("\n", end) + end.join(HARD)
-    first, *rest = corpus.cut(text[start : start + 500] for start in range(0, len(text), 500))
+    first, *rest = corpus.cut_chunks(
+        text[start : start + 500] for start in range(0, len(text), 500)
+    )
     assert len(rest) > 100
     assert tokenizer.encode(first) + [
-        id for block in rest for id in tokens.encode_rest(tokenizer, block)
+        id for chunk in rest for id in tokens.encode_rest(tokenizer, chunk)
     ] == tokenizer.encode(text)

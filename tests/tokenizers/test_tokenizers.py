@@ -1,4 +1,4 @@
-"""Any text comes back, ids stand where Llama 2 has them, and bad files and texts are one clear sentence."""
+"""Any text comes back, ids are where Llama 2 has them, bad files and texts are one sentence."""
 
 import doctest
 import hashlib
@@ -57,14 +57,14 @@ def test_long_texts_cut_at_newlines_have_the_same_ids(parts: list[str]):
     text = "".join(parts)
     whole = BPE.encode(text)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "SEGMENT", 3)
+        patch.setattr(module, "CHUNK", 3)
         assert BPE.encode(text) == whole
 
 
 def test_a_long_text_is_cut_by_default():
     text = "".join(CORPUS) * 1000
     assert BPE._cut_at_newlines
-    assert len(text) > 3 * module.SEGMENT
+    assert len(text) > 3 * module.CHUNK
     assert BPE.encode(text) == BPE._processor.encode(text)
 
 
@@ -146,13 +146,14 @@ def test_models_that_cut_or_know_newlines_otherwise_still_come_back():
     model = io.BytesIO()
     sentences = ["x:\n", "y:\n", "z:\n\n"] * 20
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(sentences), model_writer=model, model_type="bpe", vocab_size=267, byte_fallback=True,
+        sentence_iterator=iter(sentences), model_writer=model, model_type="bpe", vocab_size=267,
+        byte_fallback=True,
         normalization_rule_name="identity", minloglevel=2,
     )  # fmt: skip
     tokenizer = module.SentencePieceTokenizer(model.getvalue())
     assert not tokenizer._cut_at_newlines
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "SEGMENT", 3)
+        patch.setattr(module, "CHUNK", 3)
         assert tokenizer.decode(tokenizer.encode("x:\ny:\nz:\n\n")) == "x:\ny:\nz:\n\n"
 
 
@@ -167,7 +168,8 @@ def test_models_that_cut_or_know_newlines_otherwise_still_come_back():
         (
             [CORPUS[1]],
             262,
-            r"this text needs at least \d+ tokens for its characters and the 256 bytes, not 262: raise",
+            r"this text needs at least \d+ tokens for its characters and the 256 bytes, not "
+            r"262: raise",
         ),
         ([], 300, "there is no text to train a tokenizer on"),
         (["", "\n\n"], 300, "there is no text to train a tokenizer on"),
@@ -248,7 +250,8 @@ def test_a_pipe_is_no_tokenizer(tmp_path):
 def test_a_model_without_bos_is_refused():
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS), model_writer=model, vocab_size=50, bos_id=-1, hard_vocab_limit=False,
+        sentence_iterator=iter(CORPUS), model_writer=model, vocab_size=50, bos_id=-1,
+        hard_vocab_limit=False,
         minloglevel=2,
     )  # fmt: skip
     with pytest.raises(JllamaError, match="mine has no BOS or no EOS"):

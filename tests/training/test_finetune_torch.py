@@ -1,4 +1,6 @@
-"""Twenty steps against torch: transformers' Llama, PEFT's adapters, AdamW, the same rows, and so the same losses."""
+"""Twenty steps against torch: transformers' Llama, PEFT's adapters, AdamW, the same rows, and so
+the same losses.
+"""
 
 import peft
 import pytest
@@ -88,11 +90,11 @@ def their_losses(kind, batches):
         ).tril().bool()
         mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[:, None]
         positions = torch.arange(inputs.shape[1]).expand(inputs.shape)
-        found = model(
+        logits = model(
             input_ids=inputs.long(), attention_mask=mask, position_ids=positions, use_cache=False
         ).logits
         counted = torch.tensor(rows.counted[:, 1:])
-        loss = torch.nn.functional.cross_entropy(found[counted], targets[counted].long())
+        loss = torch.nn.functional.cross_entropy(logits[counted], targets[counted].long())
         loss.backward()
         norm = torch.sqrt(sum((parameter.grad**2).sum() for parameter in trained))
         for parameter in trained:
@@ -119,12 +121,12 @@ QUICK = {("lora", packed), ("full", apart)}
 def test_twenty_steps_have_torchs_losses(kind, arranged):
     batches = [arranged(conversations(step % 5)) for step in range(STEPS)]
     training = compiled(kind)
-    state, ours, clipped = begun(kind, training), [], 0
+    state, actual, clipped = begun(kind, training), [], 0
     for rows in batches:
         state, metrics = training.step(state, rows)
-        ours.append(float(metrics.loss))
+        actual.append(float(metrics.loss))
         clipped += bool(metrics.grad_norm > OPTIMIZER.clip_norm)
-    theirs = their_losses(kind, batches)
+    expected = their_losses(kind, batches)
     assert clipped > 10
-    assert ours[-1] < ours[0] - 0.5
-    assert max(map(relative_error, ours, theirs)) < TOLERANCE
+    assert actual[-1] < actual[0] - 0.5
+    assert max(map(relative_error, actual, expected)) < TOLERANCE

@@ -47,7 +47,9 @@ def a_run(**fields):
 
 
 def test_the_speed_logged_is_that_of_steps_that_are_done(monkeypatch):
-    """A step is dispatched at once and done when it has said whether it was left out: that wait counts."""
+    """A step is dispatched at once and done when it has said whether it was left out: that wait
+    counts.
+    """
     now_s, written = [100.0], {}
 
     def wait_for(value):
@@ -68,7 +70,7 @@ def test_the_speed_logged_is_that_of_steps_that_are_done(monkeypatch):
         config=config,
         training=training,
         planned_bytes=0,
-        skipped=0,
+        num_skipped=0,
         data=data,
         tracker=tracker,
     )
@@ -80,25 +82,29 @@ def test_the_speed_logged_is_that_of_steps_that_are_done(monkeypatch):
         jnp.float32(16.0),
         {},
     )
-    loop.log(run, [(step, jllama.text_batch(np.ones((2, 9), int), 1))] * 2, 100.0)
+    run.recent = [(step, jllama.text_batch(np.ones((2, 9), int), 1))] * 2
+    run.start_s = 100.0
+    loop.log(run)
     assert (written["loss"], written["tokens_per_s"], written["step_s"]) == (2.5, 8.0, 2.0)
 
 
 def test_questions_of_a_run_on_chats_are_asked_through_its_template(monkeypatch):
-    """As the ids that ``chat`` makes, and answered with the likeliest tokens; in a run on text they are prompts."""
-    asked, written, questions = [], [], ["Where do you live?", "And who with?"]
+    """As the ids that ``chat`` makes, and answered with the likeliest tokens; in a run on text they
+    are prompts.
+    """
+    requests, written, questions = [], [], ["Where do you live?", "And who with?"]
     tokenizer = trained_smollm(["user assistant system"], 300)
     model = LanguageModel(SMALL, {}, tokenizer, TEMPLATES["chatml"], (2,))
 
     def generate(model, prompts, sampling, **named):
-        asked.append((prompts, sampling.temperature, named))
+        requests.append((prompts, sampling.temperature, named))
         return [types.SimpleNamespace(text=f"answer {number}") for number in range(len(prompts))]
 
     monkeypatch.setattr(loop, "generate", generate)
     options = jllama.LoopConfig(
         batch_size=2, seq_len=8, steps=10, sample_tokens=5, questions=questions
     )
-    monkeypatch.setattr(loop, "model_now", lambda run: model)
+    monkeypatch.setattr(loop, "current_model", lambda run: model)
     nothing = np.zeros(0, int)
     no_conversations = Conversations(nothing, nothing > 0, nothing, nothing, nothing)
     chats = ChatDataset(tokenizer, no_conversations, no_conversations, "", {})
@@ -107,7 +113,10 @@ def test_questions_of_a_run_on_chats_are_asked_through_its_template(monkeypatch)
         config = jllama.TrainConfig(SMALL, training=options)
         loop.sample(a_run(config=config, data=data, tracker=Recorder({}, written), step=1))
     chats = [chat_ids(model, [{"role": "user", "content": question}]) for question in questions]
-    assert asked == [(chats, 0.0, {"max_new_tokens": 5}), (questions, 0.0, {"max_new_tokens": 5})]
+    assert requests == [
+        (chats, 0.0, {"max_new_tokens": 5}),
+        (questions, 0.0, {"max_new_tokens": 5}),
+    ]
     texts = [
         {"prompt": question, "text": f"answer {number}"}
         for number, question in enumerate(questions)
@@ -121,7 +130,7 @@ def test_a_step_that_does_not_fit_computes_its_layers_again(tmp_path, monkeypatc
     model = dataclasses.replace(SMALL, vocab_size=tokenizer.vocab_size)
     rows = [jllama.text_batch(np.random.default_rng(0).integers(3, 250, (4, 33)), bos_id=1)]
     source = BatchSource(tokenizer, lambda: itertools.repeat(rows[0]), lambda: rows)
-    losses, told = {}, {}
+    losses, outputs = {}, {}
     for name, has_bytes in (("fits", 2**40), ("does not", 2**20)):
         monkeypatch.setattr(
             loop, "device_memory_bytes", lambda device, has_bytes=has_bytes: has_bytes
@@ -129,7 +138,10 @@ def test_a_step_that_does_not_fit_computes_its_layers_again(tmp_path, monkeypatc
         options = jllama.LoopConfig(batch_size=4, seq_len=32, steps=2, sample_tokens=0)
         config = jllama.TrainConfig(model, training=options, run_dir=str(tmp_path / name))
         losses[name] = jllama.train(config, data=source).validation_loss
-        told[name] = capsys.readouterr().err
-    said = "note: what remat dots keeps does not fit the device, so each layer is computed again (block)"
-    assert [said in each for each in told.values()] == [False, True]
+        outputs[name] = capsys.readouterr().err
+    message = (
+        "note: what remat dots keeps does not fit the device, "
+        "so each layer is computed again (block)"
+    )
+    assert [message in output for output in outputs.values()] == [False, True]
     np.testing.assert_allclose(losses["does not"], losses["fits"], rtol=1e-6)

@@ -1,4 +1,6 @@
-"""Tuning on conversations: loss and gradient against the float64 oracle, what stays as it was, mistakes seen."""
+"""Tuning on conversations: loss and gradient against the float64 oracle, what stays as it was,
+mistakes seen.
+"""
 
 import json
 import math
@@ -52,8 +54,8 @@ def assert_right(kind, rows, training, loss=tuning.answers_loss):
 
 
 def assert_trees_close(actual, expected, tolerance):
-    for found, wanted in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert relative_error(found, wanted) < tolerance
+    for leaf, reference in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert relative_error(leaf, reference) < tolerance
 
 
 def test_the_batch_is_what_it_is_to_be():
@@ -119,7 +121,7 @@ def test_a_neighbor_changes_nothing():
     silent = first[0], np.zeros_like(first[1])
     changed = CONFIG.vocab_size - 1 - first[0], silent[1]
     before, after = (
-        first_step("lora", packed([each, *others]), training) for each in (silent, changed)
+        first_step("lora", packed([neighbor, *others]), training) for neighbor in (silent, changed)
     )
     assert digest(before) == digest(after)
 
@@ -128,12 +130,14 @@ def test_a_segment_s_first_token_is_no_target():
     """Also where it counts: nothing of its own is before it."""
     first = np.diff(ROWS.segments, axis=1, prepend=0) != 0
     marked = ROWS._replace(counted=ROWS.counted | first)
-    found, expected = (first_step("lora", rows, compiled("lora")) for rows in (marked, ROWS))
-    assert digest(found) == digest(expected)
+    actual, expected = (first_step("lora", rows, compiled("lora")) for rows in (marked, ROWS))
+    assert digest(actual) == digest(expected)
 
 
 def test_adapters_alone_are_trained():
-    """After twenty steps the base, with the head that is the embedding, has the same bits, and no optimizer state."""
+    """After twenty steps the base, with the head that is the embedding, has the same bits, and no
+    optimizer state.
+    """
     training = compiled("lora")
     state = begun("lora", training)
     before, adapters = digest(state.base), jax.tree.map(np.array, state.params)
@@ -152,9 +156,8 @@ def test_adapters_alone_are_trained():
     trained = sum(leaf.nbytes for leaf in jax.tree.leaves(state.params))
     moments = sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim)
     assert moments == 2 * trained
-    assert trained == 4 * 2 * 4 * (
-        192 + 128 + 128 + 192 + 3 * 160
-    )  # bytes, layers, rank, inputs and outputs
+    # Bytes, layers, rank, inputs and outputs.
+    assert trained == 4 * 2 * 4 * (192 + 128 + 128 + 192 + 3 * 160)
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
@@ -163,14 +166,14 @@ def test_merged_equals_unmerged(kind):
     whole = lora.merged(jax.tree.map(jnp.asarray, WEIGHTS), adapter, CONFIG, KINDS[kind])
     assert_trees_close(whole, tuning.merged(kind, adapter), 1e-6)
     training = compiled(kind)
-    found = training.log_probs(adapter, ROWS, base=jax.tree.map(jnp.asarray, WEIGHTS))
+    actual = training.log_probs(adapter, ROWS, base=jax.tree.map(jnp.asarray, WEIGHTS))
     inputs, targets = ROWS.tokens[:, :-1], ROWS.tokens[:, 1:]
     log_probs = jax.nn.log_softmax(forward(CONFIG, whole, inputs, ROWS.segments[:, :-1]))
     counted = (
         np.take_along_axis(np.asarray(log_probs), targets[..., None], axis=-1)[..., 0]
         * ROWS.counted[:, 1:]
     )
-    assert relative_error(found, counted.sum(axis=1)) < 1e-6
+    assert relative_error(actual, counted.sum(axis=1)) < 1e-6
 
 
 def test_fresh_adapters_change_nothing():
@@ -216,8 +219,8 @@ def test_the_figures_of_pairs_are_the_oracles():
     """Of a step in one part and in two, and of an evaluation; padding is no pair."""
     pairs = preferred(compiled("lora"))
     moved = pairs._replace(reference=pairs.reference + np.float32([3, -4, 10, 20, -20, 5, 9, 1]))
-    found = tuning.log_probs(tuning.merged("lora", ADAPTER), moved)
-    rewards = 0.1 * (found - moved.reference).reshape(-1, 2)[:3]
+    actual = tuning.log_probs(tuning.merged("lora", ADAPTER), moved)
+    rewards = 0.1 * (actual - moved.reference).reshape(-1, 2)[:3]
     expected = {
         "accuracy": np.sum(rewards[:, 0] > rewards[:, 1]),
         "margin": np.sum(rewards[:, 0] - rewards[:, 1]),
@@ -244,8 +247,8 @@ def test_preference_steps_raise_the_margin_as_torch_has_it():
     training = compiled("lora")
     pairs, state, margins = preferred(training), begun("lora", training), []
     for _ in range(STEPS):
-        found = np.asarray(training.log_probs(state.params, pairs, base=state.base))
-        ratios = torch.from_numpy(found - pairs.reference).reshape(-1, 2)[:3]
+        actual = np.asarray(training.log_probs(state.params, pairs, base=state.base))
+        ratios = torch.from_numpy(actual - pairs.reference).reshape(-1, 2)[:3]
         margins.append(float(torch.mean(ratios[:, 0] - ratios[:, 1])))
         expected = -torch.nn.functional.logsigmoid(0.1 * (ratios[:, 0] - ratios[:, 1])).mean()
         state, metrics = training.step(state, pairs)
@@ -284,14 +287,17 @@ def test_a_mean_of_means_is_seen():
         jax.tree.map(lambda part, first=first: np.roll(part, first, axis=0), ROWS)
         for first in (0, -2)
     )
-    kept = np.arange(len(ROWS.tokens))[:, None] < 2
+    is_first = np.arange(len(ROWS.tokens))[:, None] < 2
     assert (
-        seen(np.mean([loss_of(rows._replace(counted=rows.counted & kept)) for rows in parts])) > 100
+        seen(np.mean([loss_of(rows._replace(counted=rows.counted & is_first)) for rows in parts]))
+        > 100
     )
 
 
 def test_a_head_that_is_trained_is_seen():
-    """Moved as far as AdamW moves what has a gradient in one step; that it keeps its bits is tested above."""
+    """Moved as far as AdamW moves what has a gradient in one step; that it keeps its bits is tested
+    above.
+    """
     rate, embed = np.float32(tuning.OPTIMIZER.learning_rate), WEIGHTS["embed"]
     moved = embed + rate * np.random.default_rng(0).choice([-1, 1], embed.shape)
     assert seen(loss_of(ROWS, WEIGHTS | {"embed": moved})) > 100

@@ -10,7 +10,7 @@ from jllama.errors import UsageError
 from jllama.parameters import count_parameters
 from jllama.sharding import MeshConfig, make_mesh
 from jllama.training.config import LoopConfig, OptimizerConfig, TrainConfig
-from jllama.training.metrics import check_memory
+from jllama.training.opening import check_memory
 from jllama.training.step import compile_training
 
 MODEL = LlamaConfig(vocab_size=1000, num_layers=2, embed_dim=64, max_seq_len=128)
@@ -23,26 +23,28 @@ def check(config, available_bytes=None):
     check_memory(config, compile_training(config, MESH), available_bytes)
 
 
-def least(tokens, state_bytes=12):
-    """The state of each parameter; gradients, or before them logits; and 2 bytes of each number of a layer's input."""
+def min_bytes(tokens, state_bytes=12):
+    """The state of each parameter; gradients, or before them logits; and 2 bytes of each number of
+    a layer's input.
+    """
     count, logits = count_parameters(MODEL), 4 * tokens * MODEL.vocab_size
     return state_bytes * count + max(4 * count, logits) + 2 * 2 * tokens * 64 + SCALARS
 
 
 @pytest.mark.parametrize("accumulation", [1, 16])
 def test_the_least_that_a_run_takes(accumulation):
-    """One byte less is too little. With parts of 128 tokens logits are smaller than the gradients."""
+    """One byte less is too little; with parts of 128 tokens logits are smaller than gradients."""
     config = dataclasses.replace(
         CONFIG, training=LoopConfig(batch_size=16, seq_len=128, accumulation=accumulation)
     )
-    needed = least(16 * 128 // accumulation)
+    needed = min_bytes(16 * 128 // accumulation)
     check(config, needed)
     with pytest.raises(
         UsageError, match=r"take 0.0 GiB .*, over the 0.0 GiB of one CPU: take a smaller"
     ):
         check(config, needed - 1)
     lion = dataclasses.replace(config, optimizer=OptimizerConfig("lion"))
-    check(lion, least(16 * 128 // accumulation, state_bytes=8))
+    check(lion, min_bytes(16 * 128 // accumulation, state_bytes=8))
 
 
 @pytest.mark.parametrize(

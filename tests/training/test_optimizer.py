@@ -1,4 +1,6 @@
-"""The schedule against numbers worked out by hand, the decayed set by name, and AdamW against float64 NumPy."""
+"""The schedule against numbers worked out by hand, the decayed set by name, and AdamW against
+float64 NumPy.
+"""
 
 import dataclasses
 import math
@@ -29,9 +31,9 @@ MATRICES = {f"layers/{name}" for name in ("wq", "wk", "wv", "wo", "w_gate", "w_u
 
 
 def by_path(params):
-    found = {}
-    map_by_path(found.__setitem__, params)
-    return found
+    leaves = {}
+    map_by_path(leaves.__setitem__, params)
+    return leaves
 
 
 @pytest.mark.parametrize(
@@ -83,20 +85,20 @@ def test_golden_learning_rates_of_the_schedules_that_stay(schedule, step, expect
 @pytest.mark.parametrize("schedule", ["constant", "wsd"])
 @pytest.mark.parametrize("warmup", [0, 7, 10])
 def test_schedules_that_stay_have_any_warm_up(schedule, warmup):
-    """None, one that ends where the decay of half of the steps would begin, and one over all steps."""
+    """None, one that ends where the decay of half of the steps begins, and one over all steps."""
     config = OptimizerConfig(
         learning_rate=1.0,
         warmup_fraction=warmup / 10,
         schedule=schedule,
         **({"decay_fraction": 0.5} if schedule == "wsd" else {}),
     )
-    found = [float(learning_rate_at(step, config, 10)) for step in range(10)]
+    actual = [float(learning_rate_at(step, config, 10)) for step in range(10)]
     rising = min(warmup, 9)
     start = max(5, rising) if schedule == "wsd" else 10
     expected = [(step + 1) / rising if step < rising else 1.0 for step in range(10)]
     for step in range(start, 10):
         expected[step] = 1.0 - 0.9 * (step + 1 - start) / (10 - start)
-    np.testing.assert_allclose(found, expected, atol=1e-6)
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("schedule", ["constant", "wsd"])
@@ -108,30 +110,28 @@ def test_more_steps_change_no_rate_before_the_decay(schedule):
 
 def test_learning_rates_without_a_warm_up():
     config = OptimizerConfig(learning_rate=1.0, final_fraction=0.0, warmup_fraction=0.0)
-    found = [float(learning_rate_at(step, config, 4)) for step in range(5)]
+    actual = [float(learning_rate_at(step, config, 4)) for step in range(5)]
     half = math.sqrt(0.5)
-    np.testing.assert_allclose(found, [(1 + half) / 2, 0.5, (1 - half) / 2, 0, 0], atol=1e-6)
+    np.testing.assert_allclose(actual, [(1 + half) / 2, 0.5, (1 - half) / 2, 0, 0], atol=1e-6)
 
 
 def test_a_warm_up_over_all_steps_still_ends_at_the_floor():
     config = OptimizerConfig(learning_rate=1.0, final_fraction=0.1, warmup_fraction=1.0)
-    found = [float(learning_rate_at(step, config, 4)) for step in range(5)]
-    np.testing.assert_allclose(found, [1 / 3, 2 / 3, 1, 0.1, 0.1], atol=1e-6)
+    actual = [float(learning_rate_at(step, config, 4)) for step in range(5)]
+    np.testing.assert_allclose(actual, [1 / 3, 2 / 3, 1, 0.1, 0.1], atol=1e-6)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_warm_up_is_rounded_up_and_the_optimizer_counts_its_own_updates(name):
-    config = OptimizerConfig(
-        name, learning_rate=0.5, warmup_fraction=0.15, weight_decay=0.0
-    )  # 1.5 of 10 steps: 2
+    # 1.5 of 10 steps: 2.
+    config = OptimizerConfig(name, learning_rate=0.5, warmup_fraction=0.15, weight_decay=0.0)
     optimizer = make_optimizer(config, 10)
     params = jax.tree.map(jnp.asarray, random_params(MODEL, 0))
     state, moved, update = optimizer.init(params), [], jax.jit(optimizer.update)
     for _ in range(3):
         updates, state = update(jax.tree.map(jnp.ones_like, params), state, params)
-        moved.append(
-            -float(updates["final_norm"][0])
-        )  # a constant gradient moves by the learning rate
+        # A constant gradient moves by the learning rate.
+        moved.append(-float(updates["final_norm"][0]))
     falling = 0.05 + 0.45 * (1 + math.cos(math.pi / 8)) / 2
     np.testing.assert_allclose(moved, [0.25, 0.5, falling], rtol=1e-4)
 
@@ -212,12 +212,12 @@ def test_moments_in_bfloat16_are_float32_ones_rounded_between_steps(name):
         )
 
     params = jax.tree.map(jnp.asarray, random_params(MODEL, 0))
-    kept, expected = narrow.init(params), wide.init(params)
-    moments = [leaf for leaf in jax.tree.leaves(kept) if leaf.ndim]
+    stored, expected = narrow.init(params), wide.init(params)
+    moments = [leaf for leaf in jax.tree.leaves(stored) if leaf.ndim]
     assert {leaf.dtype for leaf in moments} == {jnp.dtype(jnp.bfloat16)}
     for step in range(3):
         gradients = random_params(MODEL, step + 1)
-        updates, kept = narrow.update(gradients, kept, params)
+        updates, stored = narrow.update(gradients, stored, params)
         expected_updates, expected = wide.update(gradients, rounded(expected), params)
         for one, other in zip(
             jax.tree.leaves(updates), jax.tree.leaves(expected_updates), strict=True
@@ -232,12 +232,12 @@ def test_lion_against_numpy():
         "lion", 0.1, 1.0, 0.0, beta1=0.8, beta2=0.6, weight_decay=0.0, clip_norm=1e30
     )
     rng, params = np.random.default_rng(0), {"final_norm": jnp.ones(8)}
-    optimizer, kept, expected = make_optimizer(config, 10), np.zeros(8), np.ones(8)
+    optimizer, stored, expected = make_optimizer(config, 10), np.zeros(8), np.ones(8)
     state = optimizer.init(params)
     for _ in range(5):
         gradient = rng.standard_normal(8)
-        expected = expected - 0.1 * np.sign(0.8 * kept + 0.2 * gradient)
-        kept = 0.6 * kept + 0.4 * gradient
+        expected = expected - 0.1 * np.sign(0.8 * stored + 0.2 * gradient)
+        stored = 0.6 * stored + 0.4 * gradient
         updates, state = optimizer.update(
             {"final_norm": jnp.asarray(gradient, jnp.float32)}, state, params
         )
@@ -246,7 +246,9 @@ def test_lion_against_numpy():
 
 
 def test_adafactor_against_numpy():
-    """Shazeer and Stern 2018, algorithm 4: second moments as rows and columns; no step is longer than one unit."""
+    """Shazeer and Stern 2018, algorithm 4: second moments as rows and columns; no step is longer
+    than one unit.
+    """
     config = OptimizerConfig("adafactor", 0.1, 1.0, 0.0, weight_decay=0.0, clip_norm=1e30)
     rng, params = np.random.default_rng(0), {"embed": jnp.ones((256, 128))}
     optimizer, rows, columns, expected = make_optimizer(config, 10), 0.0, 0.0, np.ones((256, 128))
@@ -272,7 +274,9 @@ def test_adafactor_against_numpy():
 
 
 def adafactor_direction(gradient, moments, step):
-    """Shazeer and Stern 2018: algorithm 4 for a matrix, algorithm 5 for a vector; ``moments`` change in place."""
+    """Shazeer and Stern 2018: algorithm 4 for a matrix, algorithm 5 for a vector; ``moments``
+    change in place.
+    """
     decay = 1 - step**-0.8
     square = gradient**2 + 1e-30
     if gradient.ndim == 2:
@@ -288,7 +292,9 @@ def adafactor_direction(gradient, moments, step):
 
 
 def matrices_of(path, stack):
-    """Each layer's matrix, or vector, of a parameter, with the axes of inputs and of outputs joined."""
+    """Each layer's matrix, or vector, of a parameter, with the axes of inputs and of outputs
+    joined.
+    """
     shapes = {
         "wq": (8, 8),
         "wk": (8, 4),
@@ -301,7 +307,9 @@ def matrices_of(path, stack):
 
 
 def test_adafactor_takes_each_matrix_of_each_layer_by_itself():
-    """Against the paper's algorithm in float64; gradients of one layer are far larger than those of the other."""
+    """Against the paper's algorithm in float64; gradients of one layer are far larger than those of
+    the other.
+    """
     config = OptimizerConfig("adafactor", 0.1, 1.0, 0.0, weight_decay=0.0, clip_norm=1e30)
     rng, optimizer = np.random.default_rng(0), make_optimizer(config, 10)
     params = jax.tree.map(jnp.asarray, random_params(MODEL, 0))
@@ -316,16 +324,16 @@ def test_adafactor_takes_each_matrix_of_each_layer_by_itself():
         )
         updates, state = update(jax.tree.map(jnp.float32, gradients), state, params)
         for path, leaf in by_path(gradients).items():
-            found = matrices_of(path, np.asarray(by_path(updates)[path]))
+            actual = matrices_of(path, np.asarray(by_path(updates)[path]))
             for index, gradient in enumerate(matrices_of(path, leaf)):
-                kept = moments.setdefault((path, index), {})
-                expected = -0.1 * adafactor_direction(gradient, kept, step)
-                assert relative_error(found[index], expected) < 1e-5, (path, index, step)
+                stored = moments.setdefault((path, index), {})
+                expected = -0.1 * adafactor_direction(gradient, stored, step)
+                assert relative_error(actual[index], expected) < 1e-5, (path, index, step)
         params = optax.apply_updates(params, updates)
 
 
 def test_adafactor_keeps_rows_and_columns_of_every_matrix():
-    """For Llama 3.2 1B, whose heads are 64 wide: not a second moment of any matrix is kept whole."""
+    """For Llama 3.2 1B, whose heads are 64 wide: no second moment of any matrix is kept whole."""
     model = preset("llama3.2-1b")
     state = jax.eval_shape(
         make_optimizer(OptimizerConfig("adafactor"), 10).init, abstract_params(model)
@@ -335,9 +343,8 @@ def test_adafactor_keeps_rows_and_columns_of_every_matrix():
     )
     factors += 3 * (2048 + 8192)
     norms = 2 * 2048
-    placeholders = (
-        7 + 2 * 2
-    )  # of optax, one number each: a factored matrix has no whole moment, a norm no factors
+    # Of optax, one number each: a factored matrix has no whole moment, a norm no factors.
+    placeholders = 7 + 2 * 2
     embedding, final_norm, counts = (
         128_256 + 2048 + 1,
         2048 + 2,
@@ -356,9 +363,8 @@ ADAPTER = {"wq": {"a": np.ones((2, 8, 3)), "b": np.ones((2, 3, 8)), "magnitude":
     [
         WHOLE,
         {"layers": ADAPTER},
-        {
-            "layers": {name: WHOLE["layers"][name][:1] for name in ("wo", "attn_norm")}
-        },  # of one layer
+        # Of one layer.
+        {"layers": {name: WHOLE["layers"][name][:1] for name in ("wo", "attn_norm")}},
         {"final_norm": WHOLE["final_norm"]},
     ],
     ids=["whole", "adapter", "part", "no matrix"],
@@ -371,7 +377,7 @@ def test_muon_is_optax_s_own_on_each_matrix_of_each_layer_and_adamw_on_all_else(
         make_optimizer(dataclasses.replace(config, name="adamw"), 20),
     )
     alone = optax.contrib.muon(0.1, weight_decay=0.3, consistent_rms=0.2)
-    ours, other = params, params
+    together, other = params, params
     matrices = {
         (path, index): matrix
         for path, leaf in by_path(params).items()
@@ -384,17 +390,17 @@ def test_muon_is_optax_s_own_on_each_matrix_of_each_layer_and_adamw_on_all_else(
     )
     for _ in range(20):
         gradients = jax.tree.map(lambda leaf: jnp.float32(rng.standard_normal(leaf.shape)), params)
-        found = {path: matrices_of(path, leaf) for path, leaf in by_path(gradients).items()}
-        update, state = updates(gradients, state, ours)
-        ours = optax.apply_updates(ours, update)
+        stacks = {path: matrices_of(path, leaf) for path, leaf in by_path(gradients).items()}
+        update, state = updates(gradients, state, together)
+        together = optax.apply_updates(together, update)
         update, state_of_other = updates_of_other(gradients, state_of_other, other)
         other = optax.apply_updates(other, update)
         update, state_alone = updates_alone(
-            {key: found[key[0]][key[1]] for key in matrices}, state_alone, matrices
+            {key: stacks[key[0]][key[1]] for key in matrices}, state_alone, matrices
         )
         matrices = optax.apply_updates(matrices, update)
     seen = set()
-    for path, leaf in by_path(ours).items():
+    for path, leaf in by_path(together).items():
         for index, matrix in enumerate(matrices_of(path, leaf)):
             expected = matrices.get((path, index), matrices_of(path, by_path(other)[path])[index])
             seen |= {(path, index)} & set(matrices)
@@ -403,14 +409,16 @@ def test_muon_is_optax_s_own_on_each_matrix_of_each_layer_and_adamw_on_all_else(
 
 
 def test_muon_s_first_step_against_singular_values_in_numpy():
-    """Jordan et al. 2024: the polynomial, five times, on the singular values of the gradient over their norm."""
+    """Jordan et al. 2024: the polynomial, five times, on the singular values of the gradient over
+    their norm.
+    """
     config = OptimizerConfig("muon", 0.1, 1.0, 0.0, weight_decay=0.0, clip_norm=1e30)
     rng, optimizer = np.random.default_rng(0), make_optimizer(config, 10)
     params = jax.tree.map(jnp.asarray, WHOLE)
     gradients = jax.tree.map(lambda leaf: np.float32(rng.standard_normal(leaf.shape)), WHOLE)
     updates, _ = optimizer.update(gradients, optimizer.init(params), params)
     for path in MATRICES - {"embed", "lm_head"}:
-        found = matrices_of(path, np.asarray(by_path(updates)[path]))
+        actual = matrices_of(path, np.asarray(by_path(updates)[path]))
         for index, gradient in enumerate(matrices_of(path, np.float64(by_path(gradients)[path]))):
             left, values, right = np.linalg.svd(gradient, full_matrices=False)
             values = values / np.linalg.norm(values)
@@ -418,7 +426,7 @@ def test_muon_s_first_step_against_singular_values_in_numpy():
                 values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
             assert np.all((values > 0.5) & (values < 1.3))
             expected = -0.1 * 0.2 * math.sqrt(max(gradient.shape)) * left @ np.diag(values) @ right
-            assert relative_error(found[index], expected) < 1e-5, (path, index)
+            assert relative_error(actual[index], expected) < 1e-5, (path, index)
 
 
 @pytest.mark.parametrize("trained", ["adamw", "adafactor", "muon"])
@@ -462,7 +470,7 @@ def test_the_magnitudes_of_dora_do_not_decay():
 
 
 def test_unknown_names_and_options_that_an_optimizer_does_not_have_are_refused():
-    for config, said in [
+    for config, message in [
         (OptimizerConfig("adamv"), "there is no optimizer adamv; did you mean adamw?"),
         (OptimizerConfig("x"), "there is no optimizer x; there are adamw, lion, adafactor, muon"),
         (
@@ -482,7 +490,7 @@ def test_unknown_names_and_options_that_an_optimizer_does_not_have_are_refused()
             "optimizer.beta1 is given but adafactor has none: leave it out",
         ),
     ]:
-        with pytest.raises(UsageError, match=f"^{said}"):
+        with pytest.raises(UsageError, match=f"^{message}"):
             make_optimizer(config, 10)
 
 

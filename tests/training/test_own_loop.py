@@ -23,7 +23,8 @@ import jax
 import jllama
 
 data = jllama.prepare_data(jllama.DataConfig(path="my_texts/", tokenizer="bytes"))
-model = jllama.LlamaConfig(data.tokenizer.vocab_size, num_layers=2, embed_dim=64, num_heads=4, max_seq_len=64)
+vocab_size = data.tokenizer.vocab_size
+model = jllama.LlamaConfig(vocab_size, num_layers=2, embed_dim=64, num_heads=4, max_seq_len=64)
 config = jllama.TrainConfig(model, training=jllama.LoopConfig(batch_size=8, seq_len=64, steps=30))
 training = jllama.compile_training(config)
 state = training.init(jax.random.key(config.seed))
@@ -148,9 +149,8 @@ def test_batches_of_ones_own_train_and_go_on(tmp_path, training):
     )
     jax.tree.map(np.testing.assert_array_equal, one, other)
     first = jllama.initial_params(jax.random.split(jax.random.key(0))[0], SMALL)
-    np.testing.assert_allclose(
-        one["lm_head"], first["lm_head"], rtol=1e-6, atol=1e-8
-    )  # which is frozen
+    # Which is frozen.
+    np.testing.assert_allclose(one["lm_head"], first["lm_head"], rtol=1e-6, atol=1e-8)
 
 
 def test_what_is_evaluated_saved_and_loaded_is_the_running_mean(tmp_path):
@@ -170,7 +170,9 @@ def test_what_is_evaluated_saved_and_loaded_is_the_running_mean(tmp_path):
 
 
 def test_callbacks_are_told_and_may_fail(tmp_path, capsys):
-    """One is called with each log, evaluation and save; an error in another is a warning, and changes nothing."""
+    """One is called with each log, evaluation and save; an error in another is a warning, and
+    changes nothing.
+    """
     events, models = [], []
 
     def broken(event):
@@ -183,16 +185,20 @@ def test_callbacks_are_told_and_may_fail(tmp_path, capsys):
 
     train(a_config(tmp_path / "run", keep_last=2), data=source(), callbacks=[broken, keep])
     err = capsys.readouterr().err
-    said = "warning: the callback broken failed: ValueError: no room for this; training goes on\n"
-    assert err.count(said) == len(events) == STEPS + 2 + 2
+    message = (
+        "warning: the callback broken failed: ValueError: no room for this; training goes on\n"
+    )
+    assert err.count(message) == len(events) == STEPS + 2 + 2
     assert [step for name, step, _ in events if name == "log"] == [*range(1, STEPS + 1)]
     assert [step for name, step, _ in events if name == "evaluation"] == [3, 6]
     logged = [
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     ]
-    assert [each["loss"] for name, _, each in events if name == "log"] == losses(tmp_path / "run")
-    told = [each["validation_loss"] for name, _, each in events if name == "evaluation"]
-    assert told == [line["validation_loss"] for line in logged if "validation_loss" in line]
+    assert [figures["loss"] for name, _, figures in events if name == "log"] == losses(
+        tmp_path / "run"
+    )
+    reported = [figures["validation_loss"] for name, _, figures in events if name == "evaluation"]
+    assert reported == [line["validation_loss"] for line in logged if "validation_loss" in line]
     for model, step in zip(models, (3, 6), strict=True):
         saved = jllama.load(tmp_path / "run", layout="training", step=step)
         jax.tree.map(np.testing.assert_array_equal, model.params, saved.params)
@@ -221,7 +227,7 @@ def test_batches_that_end_at_once_or_at_a_checkpoint(tmp_path, count, saved):
 
 
 @pytest.mark.parametrize(
-    ("batch", "said"),
+    ("batch", "message"),
     [
         (np.zeros((4, 17), int), "a batch is a ndarray; it must be a jllama.Batch"),
         (
@@ -236,9 +242,9 @@ def test_batches_that_end_at_once_or_at_a_checkpoint(tmp_path, count, saved):
     ],
     ids=["no batch", "rows", "ids", "shapes"],
 )
-def test_what_is_no_batch_is_refused(tmp_path, batch, said):
+def test_what_is_no_batch_is_refused(tmp_path, batch, message):
     own = jllama.BatchSource(BytesTokenizer(), lambda: iter([batch] * 9), lambda: batches(2))
-    with pytest.raises(jllama.UsageError, match=said):
+    with pytest.raises(jllama.UsageError, match=message):
         train(a_config(tmp_path / "run"), data=own)
 
 
@@ -253,12 +259,12 @@ def test_what_was_learned_before_a_wrong_batch_is_saved(tmp_path):
         yield from batches(5)
         yield jllama.text_batch(np.ones((3, 17), int), 1)
 
-    for training, step, error, said in (
+    for training, step, error, message in (
         (wrong, 4, RuntimeError, "of ours"),
         (short, 5, jllama.UsageError, "3 rows"),
     ):
         own = jllama.BatchSource(BytesTokenizer(), training, lambda: batches(2))
-        with pytest.raises(error, match=said):
+        with pytest.raises(error, match=message):
             train(a_config(tmp_path / "run", log_every=4), data=own)
         assert RunCheckpoints(tmp_path / "run" / "checkpoints", read_only=True).steps()[-1] == step
     train(a_config(tmp_path / "run", log_every=4), data=source())
@@ -272,8 +278,11 @@ def test_an_objective_that_is_no_number_ends_the_run(tmp_path, monkeypatch):
     monkeypatch.setitem(jllama.OBJECTIVES, "broken", broken)
     with pytest.raises(jllama.JllamaError) as failed:
         train(a_config(tmp_path / "run", objective="broken", max_skipped=2), data=source())
-    said = "the loss or its gradient is not a finite number at step 2 (2 steps in a row); no checkpoint had been saved yet"
-    assert str(failed.value).startswith(said)
+    message = (
+        "the loss or its gradient is not a finite number at step 2 (2 steps in a row); "
+        "no checkpoint had been saved yet"
+    )
+    assert str(failed.value).startswith(message)
     assert "\n" not in str(failed.value)
 
 
@@ -281,11 +290,11 @@ def test_options_of_a_corpus_are_refused_beside_ones_own_batches(tmp_path):
     config = a_config(tmp_path / "run")
     corpus = dataclasses.replace(config, data=jllama.DataConfig(path="texts/"))
     with pytest.raises(
-        jllama.UsageError, match=r"data is .*; it must be left out with batches of one's own"
+        jllama.UsageError, match=r"data is .*; it must be left out with your own batches"
     ):
         train(corpus, data=source())
     with pytest.raises(
-        jllama.UsageError, match=r"training.epochs is 2.*; it must be 0 with batches of one's own"
+        jllama.UsageError, match=r"training.epochs is 2.*; it must be 0 with your own batches"
     ):
         train(a_config(tmp_path / "run", steps=1000, epochs=2), data=source())
 

@@ -39,16 +39,18 @@ def tuned(base, **options):
 
 @pytest.mark.parametrize("base", list(ERRORS))
 def test_a_base_in_fewer_bits_is_computed_with_as_it_is(base):
-    """It is near the weights, smaller, the same after steps, and a step's loss is that of what it stands for."""
+    """It is near the weights, smaller, the same after steps, and a step's loss is that of what it
+    stands for.
+    """
     config, training = tuned(base)
     state = training.init(jax.random.key(0), jax.tree.map(np.copy, WEIGHTS))
     state = state._replace(
         params=jax.device_put(tuning.random_adapter("lora"), training.shardings.params)
     )
     before, plain = digest(state.base), jax.tree.map(jnp.zeros_like, state.params)
-    held = lora.merged(state.base, plain, CONFIG, config.lora)
+    whole = lora.merged(state.base, plain, CONFIG, config.lora)
     for name, stack in WEIGHTS["layers"].items():
-        assert relative_error(held["layers"][name], stack) < ERRORS[base]
+        assert relative_error(whole["layers"][name], stack) < ERRORS[base]
         if base == "int8" and name.startswith("w"):
             assert isinstance(state.base["layers"][name], DecodeMatrix)
             assert state.base["layers"][name].values.dtype == np.int8
@@ -73,7 +75,9 @@ def test_a_base_in_fewer_bits_is_computed_with_as_it_is(base):
 
 @pytest.mark.parametrize("base", ["int8", "nf4"])
 def test_a_run_reads_its_base_in_its_final_form(base, tmp_path, monkeypatch):
-    """Its state is what ``init`` makes of whole weights, to the bit, and it trains, ends and merges."""
+    """Its state is what ``init`` makes of whole weights, to the bit, and it trains, ends and
+    merges.
+    """
     tokenizer = BytesTokenizer()
     model = dataclasses.replace(CONFIG, vocab_size=tokenizer.vocab_size)
     params = jllama.initial_params(jax.random.key(1), model)
@@ -93,7 +97,7 @@ def test_a_run_reads_its_base_in_its_final_form(base, tmp_path, monkeypatch):
     )
     states = []
     monkeypatch.setattr(
-        opening, "_announce", lambda run: states.append(jax.tree.map(np.asarray, run.state.base))
+        opening, "log_facts", lambda run: states.append(jax.tree.map(np.asarray, run.state.base))
     )
     final = jllama.train(config, data=source)
     assert np.isfinite(final.validation_loss)
@@ -112,7 +116,7 @@ def test_nf4_without_its_package_is_one_sentence(monkeypatch):
 
 def test_targets_and_ranks_that_do_not_fit_are_refused():
     with pytest.raises(
-        UsageError, match=r"lora.targets has q_proj, and of a layer's matrices there are wq, wk"
+        UsageError, match=r"lora.targets has q_proj; the matrices of a layer are wq, wk"
     ):
         lora.adapter_shapes(CONFIG, LoraConfig(rank=4, targets=("q_proj",)))
     with pytest.raises(UsageError, match=r"lora.rank is 4000; it must be at most"):
@@ -133,17 +137,17 @@ def test_a_bad_step_leaves_all_as_it_was(wrong):
         state = state._replace(usual_norm=metrics.grad_norm / 4)
     else:
         state = state._replace(base=state.base | {"final_norm": state.base["final_norm"] * np.inf})
-    kept = digest((state.params, state.opt_state)), float(state.usual_norm), int(state.step)
+    stored = digest((state.params, state.opt_state)), float(state.usual_norm), int(state.step)
     state, metrics = training.step(state, ROWS)
     assert metrics.skipped
     assert (
         digest((state.params, state.opt_state)),
         float(state.usual_norm),
         int(state.step) - 1,
-    ) == kept
+    ) == stored
     state = state._replace(usual_norm=jnp.float32(0.0))
     state = state._replace(base=state.base | {"final_norm": jnp.asarray(WEIGHTS["final_norm"])})
     state, metrics = training.step(state, ROWS)
     assert not metrics.skipped
-    assert digest((state.params, state.opt_state)) != kept[0]
+    assert digest((state.params, state.opt_state)) != stored[0]
     assert float(state.usual_norm) == pytest.approx(float(metrics.grad_norm))

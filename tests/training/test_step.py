@@ -24,17 +24,18 @@ from jllama.verify.checks import relative_error
 
 BOS, CONFIG, WEIGHTS = 1, SMALL, weights(SMALL)
 MESH = make_mesh(MeshConfig(), jax.devices()[:1])
-QUICK = {
-    "xla_backend_optimization_level": 0
-}  # half the time to compile; the arithmetic is the same
+# Half the time to compile; the arithmetic is the same.
+QUICK = {"xla_backend_optimization_level": 0}
 
 
 def make_windows():
-    """Eight windows of 24 targets; half of the rows hold many documents, so that parts of a batch count unequally."""
-    found = np.random.default_rng(0).integers(2, CONFIG.vocab_size, (8, 25)).astype(np.int32)
-    found[0, 0] = found[1, 7] = BOS
-    found[4:, ::3] = found[6, 1] = BOS
-    return found
+    """Eight windows of 24 targets; half of the rows hold many documents, so that parts of a batch
+    count unequally.
+    """
+    windows = np.random.default_rng(0).integers(2, CONFIG.vocab_size, (8, 25)).astype(np.int32)
+    windows[0, 0] = windows[1, 7] = BOS
+    windows[4:, ::3] = windows[6, 1] = BOS
+    return windows
 
 
 WINDOWS = make_windows()
@@ -74,12 +75,14 @@ def gradients(windows=WINDOWS, **options):
 
 
 def assert_trees_close(actual, expected, tolerance):
-    for found, wanted in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert relative_error(found, wanted) < tolerance
+    for leaf, reference in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert relative_error(leaf, reference) < tolerance
 
 
 def documents_apart(windows):
-    """Loss and count with every document sent through the oracle as a text of its own, where it stands."""
+    """Loss and count with every document sent through the oracle as a text of its own, where it
+    stands.
+    """
     total, count = 0.0, 0
     for row in windows:
         starts = [0, *np.flatnonzero(row[:-1] == BOS).tolist(), len(row) - 1]
@@ -95,12 +98,12 @@ def documents_apart(windows):
 
 
 def test_the_loss_is_the_oracles():
-    found, metrics = gradients()
+    actual, metrics = gradients()
     total, count = documents_apart(WINDOWS)
     assert int(metrics.num_counted) == count == np.sum(WINDOWS[:, 1:] != BOS)
     assert int(metrics.tokens) == WINDOWS[:, 1:].size
     assert relative_error(metrics.loss, total / count) < 1e-5
-    norm = np.sqrt(sum(np.sum(np.float64(leaf) ** 2) for leaf in jax.tree.leaves(found)))
+    norm = np.sqrt(sum(np.sum(np.float64(leaf) ** 2) for leaf in jax.tree.leaves(actual)))
     assert relative_error(metrics.grad_norm, norm) < 1e-5
     # The things it must not be: attention across documents, BOS as a target too, or no shift.
     logits, inputs, targets = (
@@ -138,9 +141,8 @@ def test_accumulation_gives_the_gradient_of_the_whole():
     assert len(set(counts)) > 2
     whole, whole_metrics = gradients()
     parts, parts_metrics = gradients(accumulation=4)
-    assert_trees_close(
-        parts, whole, 3e-6
-    )  # the order of the sums differs; a mean of means is off by 1e-2
+    # The order of the sums differs; a mean of means is off by 1e-2.
+    assert_trees_close(parts, whole, 3e-6)
     assert_trees_close(parts_metrics, whole_metrics, 1e-6)
 
 
@@ -164,7 +166,9 @@ def test_remat_changes_nothing():
 
 def test_every_attention_gives_the_same_gradients():
     whole = gradients()[0]
-    for name in (name for name, each in ATTENTION.items() if each.backward and not each.platform):
+    for name, implementation in ATTENTION.items():
+        if not implementation.backward or implementation.platform:
+            continue
         assert_trees_close(gradients(attention=name)[0], whole, 1e-5)
     with pytest.raises(
         UsageError, match=r"^there is no attention implementation blockt; did you mean blocked\?$"
@@ -187,9 +191,9 @@ def test_z_loss_is_the_squared_log_normalizer():
 
 
 def test_a_batch_without_targets_moves_nothing():
-    found, metrics = gradients(np.full((8, 25), BOS, np.int32))
+    actual, metrics = gradients(np.full((8, 25), BOS, np.int32))
     assert float(metrics.loss) == 0
-    assert all(np.all(leaf == 0) for leaf in jax.tree.leaves(found))
+    assert all(np.all(leaf == 0) for leaf in jax.tree.leaves(actual))
 
 
 def test_small_steps_move_the_float32_masters_under_bfloat16():
@@ -220,9 +224,8 @@ def test_small_steps_move_the_float32_masters_under_bfloat16():
         # Under an all but constant gradient Adam moves by its learning rate: 100 times 1e-6.
         assert np.median(np.abs(low)) == pytest.approx(1e-4, rel=0.1)
         assert np.mean(np.sign(low) == np.sign(high)) > 0.95
-        assert (
-            relative_error(low, high) > 1e-2
-        )  # bfloat16 is really used: losses and norms may be near by chance
+        # Bfloat16 is really used: losses and norms may be near by chance.
+        assert relative_error(low, high) > 1e-2
 
 
 def test_eval_sums_do_not_depend_on_the_batching():
@@ -236,7 +239,7 @@ def test_eval_sums_do_not_depend_on_the_batching():
     def sums(rows):
         return np.sum(
             [
-                step(params, Batch(*(each[i : i + rows] for each in batch[:3])))[:2]
+                step(params, Batch(*(array[i : i + rows] for array in batch[:3])))[:2]
                 for i in range(0, 8, rows)
             ],
             axis=0,

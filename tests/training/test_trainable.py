@@ -33,11 +33,11 @@ def compiled(mesh=MeshConfig(), **options):  # noqa: B008
 def steps(training, count=5):
     """The state before each step and after the last, on the host."""
     state = training.init(jax.random.key(0), WEIGHTS)
-    found = [jax.device_get(state._replace(key=None))]
+    results = [jax.device_get(state._replace(key=None))]
     for windows in WINDOWS[:count]:
         state, _ = training.step(state, jllama.text_batch(windows, 1))
-        found.append(jax.device_get(state._replace(key=None)))
-    return found
+        results.append(jax.device_get(state._replace(key=None)))
+    return results
 
 
 def select(**options):
@@ -53,7 +53,9 @@ class Selected(list):
 
 
 def test_what_is_selected_moves_as_if_all_did_and_the_rest_not_at_all():
-    """AdamW moves each number by itself, so a first step of what is selected is that of training everything."""
+    """AdamW moves each number by itself, so a first step of what is selected is that of training
+    everything.
+    """
     before, after = (
         flatten_dict(state.params, sep="/")
         for state in steps(compiled(trainable=Selected(SELECTED)), 1)
@@ -112,23 +114,25 @@ def test_a_selection_is_the_same_in_parts_and_recomputed(options):
 
 
 def test_the_running_mean_is_numpys():
-    """With the decay of each step as ``step.updated`` says, of all that is trained, and of nothing else."""
+    """With the decay of each step as ``step.apply_update`` says, of all that is trained, and of
+    nothing else.
+    """
     for options in ({}, {"trainable": Selected(SELECTED)}):
         training = compiled(ema=0.4, **options)
         states = steps(training)
         mean = [
             np.float64(leaf)
-            for leaf in jax.tree.leaves(training.trainable.trained(states[0].params))
+            for leaf in jax.tree.leaves(training.trainable.select(states[0].params))
         ]
         for number, state in enumerate(states[1:], 1):
             decay = min(0.4, number / (number + 9))
-            trained = jax.tree.leaves(training.trainable.trained(state.params))
+            trained = jax.tree.leaves(training.trainable.select(state.params))
             mean = [decay * old + (1 - decay) * new for old, new in zip(mean, trained, strict=True)]
             for own, expected in zip(jax.tree.leaves(state.average), mean, strict=True):
                 np.testing.assert_allclose(own, expected, rtol=1e-5, atol=1e-6)
         weights = training.weights(states[-1])
         for own, expected in zip(
-            jax.tree.leaves(training.trainable.trained(weights)), mean, strict=True
+            jax.tree.leaves(training.trainable.select(weights)), mean, strict=True
         ):
             np.testing.assert_allclose(own, expected, rtol=1e-5, atol=1e-6)
         if options:
@@ -163,8 +167,11 @@ def test_flops_are_those_of_what_has_gradients():
 
 @pytest.mark.parametrize("pattern", ["layers/*/w_dwn", "layers/99/*", "", "layers/w_down"])
 def test_a_pattern_that_matches_nothing_is_refused(pattern):
-    said = f"training.trainable has '{re.escape(pattern)}', .*: the names are embed, .*, where \\* is 0 to "
-    with pytest.raises(jllama.UsageError, match=said):
+    message = (
+        f"training.trainable has '{re.escape(pattern)}', .*: "
+        "the names are embed, .*, where \\* is 0 to "
+    )
+    with pytest.raises(jllama.UsageError, match=message):
         select(trainable=["embed", pattern])()
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint is examined: a whole one passes in every format, and each damage to its files is told by name."""
+"""A whole checkpoint passes in every format, and each damage to its files is told by name."""
 
 import dataclasses
 import hashlib
@@ -124,10 +124,10 @@ def test_a_whole_checkpoint_passes(whole, folder):
 @pytest.mark.parametrize("to", ["gguf", "orbax", "llama2c", "meta"])
 def test_the_same_weights_have_the_same_report_in_every_format(whole, folder, tmp_path, to):
     convert(folder, tmp_path / to, to)
-    found = verify_checkpoint(tmp_path / to)
-    assert found.problems == []
-    assert found.fingerprint == whole.fingerprint
-    assert found.perplexity == pytest.approx(whole.perplexity, rel=1e-9)
+    result = verify_checkpoint(tmp_path / to)
+    assert result.problems == []
+    assert result.fingerprint == whole.fingerprint
+    assert result.perplexity == pytest.approx(whole.perplexity, rel=1e-9)
 
 
 def test_a_wider_dtype_keeps_the_fingerprint_and_a_narrower_one_does_not(whole, folder, tmp_path):
@@ -139,9 +139,9 @@ def test_a_wider_dtype_keeps_the_fingerprint_and_a_narrower_one_does_not(whole, 
 
 
 def test_progress_is_told_layer_by_layer(folder):
-    told = []
-    verify_checkpoint(folder, on_stage=told.append)
-    assert told == ["opening", "embedding", *(f"layer {n} of 4" for n in (1, 2, 3, 4)), "head"]
+    stages = []
+    verify_checkpoint(folder, on_stage=stages.append)
+    assert stages == ["opening", "embedding", *(f"layer {n} of 4" for n in (1, 2, 3, 4)), "head"]
 
 
 @pytest.mark.parametrize(
@@ -160,10 +160,10 @@ def test_streamed_logits_are_those_of_the_whole_models(changed):
     tokens = np.random.default_rng(1).integers(0, config.vocab_size, (1, 48))
     with jax.default_matmul_precision("highest"):
         run = run_layerwise(checkpoint, tokens[0].tolist())
-        ours = jllama_itself().forward(config, params, tokens)[0]
-    assert relative_error(run.logits, oracle.forward(params, tokens, config)[0]) < 1e-12
-    assert relative_error(run.own_logits, ours) < 1e-6
-    assert worst_error(run.own_logits, run.logits) < TOLERANCE / 5
+        jax_logits = jllama_itself().forward(config, params, tokens)[0]
+    assert relative_error(run.oracle_logits, oracle.forward(params, tokens, config)[0]) < 1e-12
+    assert relative_error(run.jax_logits, jax_logits) < 1e-6
+    assert worst_error(run.jax_logits, run.oracle_logits) < TOLERANCE / 5
     assert max(run.layer_errors) < TOLERANCE / 5
     assert run.damage == []
 
@@ -203,14 +203,14 @@ def test_tensors_of_several_blocks(monkeypatch, tied):
     params["layers"]["wq"][0][:] = 0
     at_once = run_layerwise(checkpoint, [1, 60, 5, 96])
     monkeypatch.setattr(tensors, "BLOCK_BYTES", 2048)
-    found = run_layerwise(checkpoint, [1, 60, 5, 96])
-    assert found.fingerprint == at_once.fingerprint
-    assert found.damage == at_once.damage
-    assert "embed (65 of 6,208 numbers)" in found.damage[0]
-    assert "in layers/0/wq:" in found.damage[1]
-    assert relative_error(found.logits, at_once.logits) < 1e-12
-    assert relative_error(found.own_logits, at_once.own_logits) < 1e-6
-    assert np.isfinite(found.logits).all()
+    result = run_layerwise(checkpoint, [1, 60, 5, 96])
+    assert result.fingerprint == at_once.fingerprint
+    assert result.damage == at_once.damage
+    assert "embed (65 of 6,208 numbers)" in result.damage[0]
+    assert "in layers/0/wq:" in result.damage[1]
+    assert relative_error(result.oracle_logits, at_once.oracle_logits) < 1e-12
+    assert relative_error(result.jax_logits, at_once.jax_logits) < 1e-6
+    assert np.isfinite(result.oracle_logits).all()
 
 
 def watched(key, tensor, reads):
@@ -241,13 +241,13 @@ def test_numbers_that_are_not_finite_are_counted_and_spoil_nothing_else(damaged,
         weights["model.layers.1.mlp.up_proj.weight"][0, 0] = -np.inf
         weights["model.embed_tokens.weight"][399, 5] = np.inf
 
-    found = damaged(change)
-    (problem,) = found.problems
+    result = damaged(change)
+    (problem,) = result.problems
     assert "embed (1 of 25,600 numbers)" in problem
     assert "layers/1/w_up (4 of 8,192 numbers)" in problem
-    assert max(found.layer_errors) < TOLERANCE
-    assert found.logits_error < TOLERANCE
-    assert found.perplexity == pytest.approx(whole.perplexity, rel=0.5)
+    assert max(result.layer_errors) < TOLERANCE
+    assert result.logits_error < TOLERANCE
+    assert result.perplexity == pytest.approx(whole.perplexity, rel=0.5)
 
 
 def test_a_layer_of_zeros_is_named(damaged):
@@ -268,27 +268,27 @@ def test_swapped_layers_show_in_the_perplexity_which_is_reported_and_not_judged(
             other = name.replace("layers.0", "layers.3")
             weights[name], weights[other] = weights[other], weights[name]
 
-    found = damaged(change)
-    assert found.passed
-    assert found.first_divergent_layer is None
-    assert found.perplexity > 30 * whole.perplexity
-    assert found.fingerprint != whole.fingerprint
+    result = damaged(change)
+    assert result.passed
+    assert result.first_divergent_layer is None
+    assert result.perplexity > 30 * whole.perplexity
+    assert result.fingerprint != whole.fingerprint
 
 
 def test_another_models_tokenizer(model, tmp_path):
     other = train_sentencepiece([HARD * 9 + "zq xv jk " * 50], 380)
     save(dataclasses.replace(model, tokenizer=other), tmp_path / "hf", "hf")
-    found = verify_checkpoint(tmp_path / "hf")
-    assert any("20 belong to none" in finding for finding in found.findings)
-    assert found.bits_per_byte > 2.25  # byte frequencies alone give at most 4.5
+    result = verify_checkpoint(tmp_path / "hf")
+    assert any("20 belong to none" in finding for finding in result.findings)
+    assert result.bits_per_byte > 2.25  # byte frequencies alone give at most 4.5
 
 
 def test_an_untrained_model_computes_rightly(tmp_path):
     config = dataclasses.replace(CONFIG, vocab_size=BytesTokenizer.vocab_size, max_seq_len=256)
     save(LanguageModel(config, random_params(config, 0), BytesTokenizer()), tmp_path / "run")
-    found = verify_checkpoint(tmp_path / "run")
-    assert found.passed
-    assert found.bits_per_byte > 8
+    result = verify_checkpoint(tmp_path / "run")
+    assert result.passed
+    assert result.bits_per_byte > 8
 
 
 def test_the_figures_are_sums_over_the_text(folder, whole):
@@ -305,9 +305,9 @@ def test_an_absurd_loss_is_the_largest_perplexity(damaged):
     def change(weights):
         weights["lm_head.weight"] *= -1e6
 
-    found = damaged(change)
-    assert 1e300 < found.perplexity < np.inf
-    assert np.isfinite(found.bits_per_byte)
+    result = damaged(change)
+    assert 1e300 < result.perplexity < np.inf
+    assert np.isfinite(result.bits_per_byte)
 
 
 def test_too_few_rows_for_the_tokenizer(folder, tmp_path):
@@ -345,27 +345,29 @@ def test_what_is_not_text_is_refused(folder):
     "text", ["xylophone", "import numpy as np\n\n" * 3 + "print(np.arange(10) @ np.eye(5))\n" * 5]
 )
 def test_no_text_is_judged(folder, whole, text):
-    found = verify_checkpoint(folder, text)
-    assert found.passed
-    assert found.perplexity > 2 * whole.perplexity
+    result = verify_checkpoint(folder, text)
+    assert result.passed
+    assert result.perplexity > 2 * whole.perplexity
 
 
 def test_without_a_tokenizer_random_tokens_are_run(model, tmp_path):
     save(dataclasses.replace(model, tokenizer=None), tmp_path / "hf", "hf")
-    found = verify_checkpoint(tmp_path / "hf")
-    assert found.passed
-    assert any("there is no tokenizer" in finding for finding in found.findings)
-    assert found.num_tokens == CONFIG.max_seq_len
-    assert (found.perplexity, found.bits_per_byte) == (None, None)
+    result = verify_checkpoint(tmp_path / "hf")
+    assert result.passed
+    assert any("there is no tokenizer" in finding for finding in result.findings)
+    assert result.num_tokens == CONFIG.max_seq_len
+    assert (result.perplexity, result.bits_per_byte) == (None, None)
 
 
 def test_a_context_of_one_token_predicts_nothing(tmp_path):
     config = dataclasses.replace(TINY, vocab_size=400, max_seq_len=1)
     save(LanguageModel(config, random_params(config, 0), TOKENIZER), tmp_path / "hf", "hf")
-    found = verify_checkpoint(tmp_path / "hf")
-    assert found.passed
-    assert found.perplexity is None
-    assert any("none can be predicted" in finding for finding in found.findings)
+    result = verify_checkpoint(tmp_path / "hf")
+    assert result.passed
+    assert result.perplexity is None
+    assert any(
+        "none of the text's 1 tokens can be predicted" in finding for finding in result.findings
+    )
 
 
 class Forgetful(BytesTokenizer):
@@ -403,12 +405,12 @@ def test_the_first_wrong_layer_is_named(folder, model, tmp_path, monkeypatch):
         dataclasses.replace(model, config=dataclasses.replace(CONFIG, max_seq_len=127)), copy, "hf"
     )
     monkeypatch.setattr(layerwise, "build_layer", wrong_in_layer_2)
-    found = verify_checkpoint(copy)
-    assert found.first_divergent_layer == 2
-    assert [error < TOLERANCE for error in found.layer_errors] == [True, True, False, True]
-    assert "1 of 4 layers" in found.problems[0]
-    assert "first of layers/2" in found.problems[0]
-    assert "the logits are not the float64 oracle's" in found.problems[1]
+    result = verify_checkpoint(copy)
+    assert result.first_divergent_layer == 2
+    assert [error < TOLERANCE for error in result.layer_errors] == [True, True, False, True]
+    assert "1 of 4 layers" in result.problems[0]
+    assert "first of layers/2" in result.problems[0]
+    assert "the logits are not the float64 oracle's" in result.problems[1]
 
 
 @pytest.mark.parametrize("changed", [{"rope_theta": 20_000.0}, {"norm_eps": 1e-4}], ids=str)
@@ -463,12 +465,14 @@ def test_a_released_llama_is_ordinary(name):
         (
             "llama3.2-1b",
             {"rope_scaling": None},
-            "rope_scaling is absent; llama3.2-1b, of the same shape, has llama3, factor 32, from 8,192 tokens",
+            "rope_scaling is absent; llama3.2-1b, of the same shape, "
+            "has llama3, factor 32, from 8,192 tokens",
         ),
         (
             "llama3.1-8b",
             {"rope_scaling": None},
-            "rope_scaling is absent; llama3.1-8b, of the same shape, has llama3, factor 8, from 8,192 tokens",
+            "rope_scaling is absent; llama3.1-8b, of the same shape, "
+            "has llama3, factor 8, from 8,192 tokens",
         ),
         (
             "llama2-7b",

@@ -126,8 +126,8 @@ def test_attention_equals_the_oracle_under_any_mask(seed, density):
     dense = (keys <= offset[:, None, None] + keys[:, None]) & (keys < lengths[:, None])[:, None]
     dense &= segments[:, :, None] == segments[:, None]
     for dtype, _, tolerance in DTYPES:
-        for attend in attentions().values():
-            assert attention_error(attend, mask, dense, dtype, seed) < tolerance
+        for attention in attentions().values():
+            assert attention_error(attention, mask, dense, dtype, seed) < tolerance
 
 
 def test_what_an_implementation_refuses_is_said_and_is_no_failure(monkeypatch):
@@ -135,11 +135,11 @@ def test_what_an_implementation_refuses_is_said_and_is_no_failure(monkeypatch):
         return None if mask.lengths is None else "a mask with lengths"
 
     monkeypatch.setitem(F.ATTENTION, "mine", F.ATTENTION["reference"]._replace(refuses=lengths))
-    mine = [
+    checks = [
         rows_of(JLLAMA)[f"attention against the oracle, {kind}/mine"]
         for kind in ("causal", "ragged lengths")
     ]
-    causal, ragged = run_checks(mine)
+    causal, ragged = run_checks(checks)
     assert (causal.passed, causal.refusal, causal.error < TOLERANCE) == (True, "", True)
     assert ragged.passed
     assert ragged.refusal == "the attention implementation 'mine' cannot serve a mask with lengths"
@@ -152,11 +152,11 @@ def test_a_registered_implementation_has_its_rows(monkeypatch):
     monkeypatch.setitem(
         F.ATTENTION, "mine", F.ATTENTION["reference"]._replace(function=forgets_the_segments)
     )
-    mine = {name: check for name, check in rows_of(JLLAMA).items() if name.endswith("/mine")}
+    checks = {name: check for name, check in rows_of(JLLAMA).items() if name.endswith("/mine")}
     wrong = {
-        name for name, check in mine.items() if not check.compute() < VISIBLE * check.tolerance
+        name for name, check in checks.items() if not check.compute() < VISIBLE * check.tolerance
     }
-    assert len(mine) == 5
+    assert len(checks) == 5
     assert wrong == {
         "packed documents against reference attention/mine",
         "attention against the oracle, packed documents/mine",
@@ -298,12 +298,12 @@ def unscaled(query, key, value, mask):
 def with_dense(change):
     """Attention under a mask that is changed."""
 
-    def attend(query, key, value, mask):
+    def attention(query, key, value, mask):
         return F.grouped_query_attention(
             query, key, value, change(mask.dense(query.shape[2], key.shape[2]))
         )
 
-    return attend
+    return attention
 
 
 def blind_queries_are_nan(query, key, value, mask):

@@ -1,4 +1,4 @@
-"""Mistakes planted in the code under test turn the matrix red in exactly the cells that they concern."""
+"""Planted mistakes fail exactly the checks that they concern."""
 
 import dataclasses
 
@@ -17,7 +17,8 @@ from jllama.verify.reference_writers import FORMAT_WRITERS
 pytestmark = pytest.mark.slow
 
 HALF_SPLIT, INTERLEAVED = "hf v5", "gguf"
-VARIANTS = {  # those that differ by more than a number from all others; the command itself runs them all
+# Those that differ by more than a number from all others; the command itself runs all.
+VARIANTS = {
     name: ALL_VARIANTS[name]
     for name in (
         *("Llama 1", "Llama 2 grouped", "Code Llama", "Llama 3.1", "Llama 3.2 tied", "multi-query"),
@@ -35,22 +36,22 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("variants")
 
 
-def cells(implementation, folder, formats):
-    """Which cells of the matrix pass, and which fail by so much that nobody could call it rounding."""
+def run_conformance(implementation, folder, formats):
+    """Return the rows and columns that pass, and those that fail by far more than rounding."""
     checks = conformance_checks(implementation, folder)
     results = list(
         run_checks(check for check in checks if check.row in VARIANTS and check.column in formats)
     )
     passed = {(result.row, result.column) for result in results if result.passed}
-    plain_to_see = {(result.row, result.column) for result in results if result.ratio >= VISIBLE}
-    assert len(passed) + len(plain_to_see) == len(results), [
+    failed = {(result.row, result.column) for result in results if result.ratio >= VISIBLE}
+    assert len(passed) + len(failed) == len(results), [
         result for result in results if result.problem
     ]
-    return passed, plain_to_see
+    return passed, failed
 
 
 def test_right_code_is_green_everywhere(folder):
-    passed, red = cells(PLAIN, folder, [HALF_SPLIT, INTERLEAVED])
+    passed, red = run_conformance(PLAIN, folder, [HALF_SPLIT, INTERLEAVED])
     assert not red
     assert len(passed) == 2 * len(VARIANTS) - 1  # GGUF has no dynamic scaling
 
@@ -58,13 +59,13 @@ def test_right_code_is_green_everywhere(folder):
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_a_planted_mistake_is_red_where_it_matters_and_nowhere_else(mutation, folder):
     file_format = INTERLEAVED if "permuted" in mutation.name else HALF_SPLIT
-    _, red = cells(planted(mutation), folder, [file_format])
-    held = {
+    _, red = run_conformance(planted(mutation), folder, [file_format])
+    holding = {
         name: config
         for name, config in VARIANTS.items()
         if FORMAT_WRITERS[file_format].holds(config)
     }
-    concerned = {name for name, config in held.items() if mutation.applies(config)}
+    concerned = {name for name, config in holding.items() if mutation.applies(config)}
     assert red == {(name, file_format) for name in concerned}
     assert concerned
 
@@ -79,7 +80,7 @@ def test_theta_never_passed_to_rope(folder):
     vars(model)["rope_frequencies"] = lambda config, seq_len=0: rope_frequencies(
         dataclasses.replace(config, rope_theta=10_000.0), seq_len
     )
-    _, red = cells(implementation_of(model), folder, [HALF_SPLIT])
+    _, red = run_conformance(implementation_of(model), folder, [HALF_SPLIT])
     assert {row for row, _ in red} == {"Code Llama", "Llama 3.1", "Llama 3.2 tied"}
 
 
@@ -92,7 +93,7 @@ def test_a_factor_fixed_at_8(folder):
 
     model = model_with()
     vars(model)["rope_frequencies"] = with_8
-    _, red = cells(implementation_of(model), folder, [HALF_SPLIT])
+    _, red = run_conformance(implementation_of(model), folder, [HALF_SPLIT])
     assert {row for row, _ in red} == {"Llama 3.2 tied", "linear x4", "dynamic x4", "yarn x32"}
 
 
@@ -108,7 +109,7 @@ def test_queries_and_keys_left_interleaved_for_one_variant(folder, variant):
             "layers": layers | {name: interleaved(layers[name]) for name in ("wq", "wk")}
         }
 
-    _, red = cells(planted(Mutation("forgetful", forgetful)), folder, [INTERLEAVED])
+    _, red = run_conformance(planted(Mutation("forgetful", forgetful)), folder, [INTERLEAVED])
     assert red == {(variant, INTERLEAVED)}
 
 

@@ -1,4 +1,4 @@
-"""What the writers write: jllama reads it as what it was, and so do torch, safetensors, transformers and gguf."""
+"""What the writers write is read back unchanged by jllama and by the formats' own libraries."""
 
 import ast
 import dataclasses
@@ -118,13 +118,13 @@ def test_they_share_nothing_with_the_readers():
             for node in ast.walk(ast.parse(source.read()))
             if isinstance(node, ast.ImportFrom | ast.Import)
         ]
-    ours = {
+    names = {
         (node.module, name.name)
         for node in imports
         if "jllama" in ast.unparse(node)
         for name in node.names
     }
-    assert ours == {
+    assert names == {
         ("jllama", "oracle"),
         ("jllama.config", "LlamaConfig"),
         ("jllama.rope_scaling", "Llama3Scaling"),
@@ -172,7 +172,7 @@ def test_torch_loads_the_shards(tmp_path, name, mmap):
 
 
 def metas_logits(folder, tokens, frequencies):
-    """The forward pass of Meta's code in float64: each rank's part, summed where its ranks sum theirs."""
+    """Meta's forward pass in float64: the part of each rank, summed where its ranks sum theirs."""
     import torch
 
     files = sorted(folder.glob("consolidated.*.pth"))
@@ -310,7 +310,8 @@ def test_transformers_gives_the_oracles_logits(tmp_path, name, writer):
     )
     assert not any(loading.values())
     tokens = np.random.default_rng(0).integers(0, 96, (1, 128))
-    # Far apart, so that slow frequencies count, not so far that errors of float32 angles do; dynamic counts tokens.
+    # Far apart, so that slow frequencies count, but not so far that errors of float32 angles do;
+    # dynamic scaling counts tokens.
     positions = (1 if name == "dynamic" else 16) * np.arange(128)[None]
     with torch.no_grad():
         logits = model(torch.tensor(tokens), position_ids=torch.tensor(positions)).logits.numpy()
@@ -365,7 +366,7 @@ def test_transformers_reads_gguf_too(tmp_path, name):
 
 
 def test_no_route_gives_the_logits_of_another_order_of_channels(tmp_path, monkeypatch):
-    """The comparison that the matrix makes notices if a writer (or so a reader) leaves the permutation out."""
+    """The matrix's comparison shows if a writer (or a reader) leaves out the permutation."""
     monkeypatch.setattr(reference_writers, "interleave", lambda matrix, heads: matrix)
     tokens = np.random.default_rng(0).integers(0, 96, (1, 64))
     for writer in ("meta x1", "meta x4", "gguf", "llama2c"):

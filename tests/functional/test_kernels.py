@@ -1,4 +1,4 @@
-"""The kernels, interpreted on a CPU, against the reference, which the oracle judges in ``test_attention``."""
+"""The kernels, interpreted on a CPU, against the reference, which ``test_attention`` checks."""
 
 import importlib.util
 import sys
@@ -9,10 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jllama import kernels, oracle
+from jllama import oracle
 from jllama.errors import UsageError
-from jllama.functional import ATTENTION, Mask, attention, choose_attention, choose_cache_attention
-from jllama.kernels import first_of_segments, paged, splash, triton
+from jllama.functional import (
+    ATTENTION,
+    Mask,
+    Refused,
+    attention,
+    choose_attention,
+    choose_cache_attention,
+    kernels,
+)
+from jllama.functional.kernels import first_of_segments, paged, splash, triton
+from jllama.model import check_attention
 from jllama.verify.checks import relative_error
 
 KERNELS = {"splash": splash, "triton": triton}
@@ -30,10 +39,13 @@ def compare(kernel, arrays, mask):
     def objective(function):
         return lambda *arrays: jnp.sum(function(*arrays) * jnp.cos(arrays[0]))
 
-    ours = objective(lambda *arrays: kernel(*arrays, mask, interpret=True))
-    theirs = objective(lambda *arrays: attention(*arrays, mask, "reference"))
-    pairs = (jax.jit(jax.value_and_grad(each, (0, 1, 2)))(*arrays) for each in (ours, theirs))
-    one, two = (jax.tree.leaves(each) for each in pairs)
+    by_kernel = objective(lambda *arrays: kernel(*arrays, mask, interpret=True))
+    by_formula = objective(lambda *arrays: attention(*arrays, mask, "reference"))
+    pairs = (
+        jax.jit(jax.value_and_grad(function, (0, 1, 2)))(*arrays)
+        for function in (by_kernel, by_formula)
+    )
+    one, two = (jax.tree.leaves(pair) for pair in pairs)
     return max(
         relative_error(np.asarray(a), np.asarray(b)) for a, b in zip(one[1:], two[1:], strict=True)
     )
@@ -100,9 +112,12 @@ def test_without_tokamax_one_sentence_says_what_to_install(monkeypatch):
     for name in [name for name in sys.modules if name.startswith("tokamax.")]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(
-        UsageError, match=r"tokamax, which can't be imported .*: pip install 'jllama\[cuda\]'"
+        Refused, match=r"tokamax, which can't be imported .*: pip install 'jllama\[cuda\]'"
     ):
         attention(*draw(2, 1, 8, 8, 64, jnp.bfloat16), Mask(), "tokamax")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"tokamax is not installed: pip install 'jllama\[cuda\]'"):
+        check_attention("tokamax", "gpu", backward=True)
 
 
 def test_auto_takes_the_fastest_kernel_that_is_there(monkeypatch):
@@ -124,16 +139,16 @@ def test_paged_reads_each_row_as_far_as_its_own_tokens():
     pallas = pytest.importorskip("jax.experimental.pallas.tpu")
     lengths = np.array([300, 3])
     query, key, value = draw(4, 2, 1, 768, 128)
-    key, value = (each.astype(jnp.bfloat16) for each in (key, value))
+    key, value = (array.astype(jnp.bfloat16) for array in (key, value))
     behind = jnp.arange(768) > lengths[:, None, None, None]
-    key, value = (jnp.where(jnp.moveaxis(behind, 3, 2), 1e30, each) for each in (key, value))
+    key, value = (jnp.where(jnp.moveaxis(behind, 3, 2), 1e30, array) for array in (key, value))
     with pallas.force_tpu_interpret_mode():
         mixed = paged(query, key, value, Mask(offset=jnp.asarray(lengths)))
-        longer = (jnp.pad(each[1:], ((0, 0), (0, 0), (0, 256), (0, 0))) for each in (key, value))
+        longer = (jnp.pad(array[1:], ((0, 0), (0, 0), (0, 256), (0, 0))) for array in (key, value))
         alone = paged(query[1:], *longer, Mask(offset=jnp.asarray(lengths[1:])))
     np.testing.assert_array_equal(alone[0], mixed[1])
     for row, length in enumerate(lengths):
-        own = (np.float64(each[row, :, : length + 1]) for each in (key, value))
+        own = (np.float64(array[row, :, : length + 1]) for array in (key, value))
         expected = oracle.attention(np.float64(query[row]), *own, np.ones((1, length + 1), bool))
         assert relative_error(np.asarray(mixed[row]), expected) < 1e-5
 
@@ -152,7 +167,7 @@ def test_auto_over_a_cache_goes_by_platform_and_shapes():
 
 
 @pytest.mark.parametrize(
-    ("name", "mask", "dtype", "said"),
+    ("name", "mask", "dtype", "reason"),
     [
         (
             "paged",
@@ -173,9 +188,9 @@ def test_auto_over_a_cache_goes_by_platform_and_shapes():
         ("cudnn", documents(8), jnp.bfloat16, "a mask with segments, an offset or lengths"),
     ],
 )
-def test_what_a_kernel_cannot_serve_is_an_error_that_names_it(name, mask, dtype, said):
+def test_what_a_kernel_cannot_serve_is_an_error_that_names_it(name, mask, dtype, reason):
     with pytest.raises(
-        ValueError, match=f"the attention implementation '{name}' cannot serve {said}"
+        ValueError, match=f"the attention implementation '{name}' cannot serve {reason}"
     ):
         attention(*draw(2, 1, 8, 8, 64, dtype), mask, name)
     assert ATTENTION[name].platform in ("tpu", "gpu")

@@ -1,7 +1,8 @@
-"""lm-eval on a jllama model gives the numbers of its own Hugging Face model, on tasks made of local data.
+"""lm-eval on a jllama model gives the numbers of its own Hugging Face model, on tasks made of local
+data.
 
-Marked ``lm_eval``, as it takes 480 MB of packages (accelerate is for lm-eval's Hugging Face model alone):
-``pip install -e '.[eval]' accelerate``, then ``python -m pytest -m lm_eval``.
+Marked ``lm_eval``, as it takes 480 MB of packages (accelerate is for lm-eval's Hugging Face model
+alone): ``pip install -e '.[eval]' accelerate``, then ``python -m pytest -m lm_eval``.
 """
 
 import json
@@ -27,12 +28,12 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 import jllama
-from jllama import harness
 from jllama.commands import cli
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError, UsageError
+from jllama.evaluation import harness
+from jllama.evaluation.harness import JllamaLM, evaluate_tasks, generation_arguments, task_manager
 from jllama.generation.sampling_params import SamplingParams
-from jllama.harness import JllamaLM, evaluate_tasks, generation_arguments, task_manager
 from jllama.language_model import LanguageModel
 from jllama.tokenizers import train_sentencepiece
 from jllama.verify.checks import random_params
@@ -54,9 +55,8 @@ QUESTIONS = [
         zip(SENTENCES, ["here", "there ", "on the mat"], strict=True)
     )
 ] + [{"question": "", "choices": ["cat", "the mat is on the cat", "a", "🙂"], "answer": 3}]
-TEXTS = [
-    {"text": sentence} for sentence in [*SENTENCES, " ".join(SENTENCES * 2), "a"]
-]  # the fourth: several windows
+# The fourth: several windows.
+TEXTS = [{"text": sentence} for sentence in [*SENTENCES, " ".join(SENTENCES * 2), "a"]]
 TASKS = {
     "local_choices": {
         "output_type": "multiple_choice",
@@ -82,7 +82,8 @@ TASKS = {
     },
 }
 CHAT = (
-    "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}{{ eos_token }}{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}"
+    "[{{ m.role }}] {{ m.content | trim }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}[assistant] {% endif %}"
 )
 
@@ -108,8 +109,8 @@ def model(request):
         max_seq_len=64,
     )
     params = random_params(config, 0)
-    # Never the likeliest: single bytes, of which runs that are no text decode differently in pieces; and ids that the
-    # tokenizer does not have, which transformers does draw.
+    # Never the likeliest: single bytes, of which runs that are no text decode differently in
+    # pieces; and ids that the tokenizer does not have, which transformers does draw.
     params["lm_head"][:, 3:259] = params["lm_head"][:, tokenizer.vocab_size :] = 0
     params = jax.tree.map(jnp.asarray, params)
     return LanguageModel(config, params, tokenizer, CHAT, (tokenizer.eos_id,))
@@ -145,58 +146,59 @@ def simple(lm, tasks, **arguments):
     )
 
 
-def numbers(found):
+def numbers(result):
     return {
         (task, name): value
-        for task, metrics in found["results"].items()
+        for task, metrics in result["results"].items()
         for name, value in metrics.items()
         if isinstance(value, float)
     }
 
 
-def responses(found, task):
-    return [sample["filtered_resps"] for sample in found["samples"][task]]
+def responses(result, task):
+    return [sample["filtered_resps"] for sample in result["samples"][task]]
 
 
 def instances(kind, *arguments):
     return [Instance(kind, {}, pair, number) for number, pair in enumerate(arguments)]
 
 
-def assert_equal_results(mine, theirs):
-    assert len(numbers(mine)) == 6
-    assert numbers(mine) == pytest.approx(numbers(theirs), rel=1e-4)
+def assert_equal_results(actual, reference):
+    assert len(numbers(actual)) == 6
+    assert numbers(actual) == pytest.approx(numbers(reference), rel=1e-4)
     assert (
-        numbers(mine)["local_choices", "acc,none"] == numbers(theirs)["local_choices", "acc,none"]
+        numbers(actual)["local_choices", "acc,none"]
+        == numbers(reference)["local_choices", "acc,none"]
     )
     for one, other in zip(
-        responses(mine, "local_choices"), responses(theirs, "local_choices"), strict=True
+        responses(actual, "local_choices"), responses(reference, "local_choices"), strict=True
     ):
         assert [log_prob for log_prob, _ in one] == pytest.approx(
             [log_prob for log_prob, _ in other], abs=1e-4
         )
         assert [greedy for _, greedy in one] == [greedy for _, greedy in other]
     for one, other in zip(
-        responses(mine, "local_texts"), responses(theirs, "local_texts"), strict=True
+        responses(actual, "local_texts"), responses(reference, "local_texts"), strict=True
     ):
         assert one == pytest.approx(other, rel=1e-6, abs=1e-4)
-    assert responses(mine, "local_answers") == responses(theirs, "local_answers")
+    assert responses(actual, "local_answers") == responses(reference, "local_answers")
 
 
 @pytest.mark.parametrize("fewshot", [0, 1])
 def test_numbers_are_those_of_the_hugging_face_model(model, peer, tasks, fewshot):
-    mine = simple(JllamaLM(model, batch_size=3), tasks, num_fewshot=fewshot)
-    theirs = simple(peer, tasks, num_fewshot=fewshot)
-    assert_equal_results(mine, theirs)
-    assert len({text for (text,) in responses(mine, "local_answers")}) > 2
+    actual = simple(JllamaLM(model, batch_size=3), tasks, num_fewshot=fewshot)
+    reference = simple(peer, tasks, num_fewshot=fewshot)
+    assert_equal_results(actual, reference)
+    assert len({text for (text,) in responses(actual, "local_answers")}) > 2
 
 
 def test_numbers_of_chats_are_too(model, peer, tasks):
-    mine, theirs = (
+    actual, reference = (
         simple(lm, tasks, num_fewshot=1, apply_chat_template=True) for lm in (JllamaLM(model), peer)
     )
-    assert_equal_results(mine, theirs)
+    assert_equal_results(actual, reference)
     plain = simple(JllamaLM(model), tasks, num_fewshot=1)
-    assert responses(mine, "local_choices") != responses(plain, "local_choices")
+    assert responses(actual, "local_choices") != responses(plain, "local_choices")
 
 
 def test_chats_are_rendered_as_transformers_does(model, peer):
@@ -239,11 +241,11 @@ def test_until_and_the_number_of_tokens_are_honored(model, peer):
     requests = instances(
         "generate_until", *((sentence, a) for a in arguments for sentence in SENTENCES)
     )
-    mine = JllamaLM(model).generate_until(requests)
+    actual = JllamaLM(model).generate_until(requests)
     for start in range(0, len(requests) - 3, 3):  # transformers refuses to make no token
-        assert mine[start : start + 3] == peer.generate_until(requests[start : start + 3])
-    assert mine[-3:] == ["", "", ""]
-    assert not any("e" in text for text in mine[6:9])
+        assert actual[start : start + 3] == peer.generate_until(requests[start : start + 3])
+    assert actual[-3:] == ["", "", ""]
+    assert not any("e" in text for text in actual[6:9])
 
 
 def test_until_may_name_a_special_token(model, monkeypatch):
@@ -254,7 +256,7 @@ def test_until_may_name_a_special_token(model, monkeypatch):
     name = next(text for text, id in model.tokenizer.special_tokens.items() if id == 0)
     arguments = [{"until": until, "max_gen_toks": 9} for until in (name, ["x"])]
     JllamaLM(model).generate_until(
-        instances("generate_until", *(("a", each) for each in arguments))
+        instances("generate_until", *(("a", item) for item in arguments))
     )
     assert [list(prompt.stop_ids) for prompt in seen] == [[0, 2], [2]]
 
@@ -276,7 +278,7 @@ def test_sampling_is_honored(model):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "wanted"),
+    ("arguments", "expected"),
     [
         ({}, ([], 256, SamplingParams(temperature=0.0))),
         ({"until": "a"}, (["a"], 256, SamplingParams(temperature=0.0))),
@@ -303,12 +305,12 @@ def test_sampling_is_honored(model):
         ),
     ],
 )
-def test_generation_arguments(arguments, wanted):
-    assert generation_arguments(arguments) == wanted
+def test_generation_arguments(arguments, expected):
+    assert generation_arguments(arguments) == expected
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (
             {"num_beams": 4},
@@ -318,8 +320,8 @@ def test_generation_arguments(arguments, wanted):
         ({"temperature": 1, "top_p": 3}, "top_p is 3; it must be"),
     ],
 )
-def test_arguments_that_cannot_be_honored(arguments, said):
-    with pytest.raises(JllamaError, match=said):
+def test_arguments_that_cannot_be_honored(arguments, message):
+    with pytest.raises(JllamaError, match=message):
         generation_arguments(arguments)
 
 
@@ -349,15 +351,15 @@ def test_a_shorter_window_cuts_as_the_hugging_face_model_does(model, peer):
     generated = instances("generate_until", (" ".join(SENTENCES), {"max_gen_toks": 9}))
     peer._max_length = 20
     try:
-        mine = JllamaLM(model, max_length=20)
+        actual = JllamaLM(model, max_length=20)
         for one, other in zip(
-            mine.loglikelihood(requests), peer.loglikelihood(requests), strict=True
+            actual.loglikelihood(requests), peer.loglikelihood(requests), strict=True
         ):
             assert one == pytest.approx(other, abs=1e-4)
-        assert mine.loglikelihood_rolling(rolling) == pytest.approx(
+        assert actual.loglikelihood_rolling(rolling) == pytest.approx(
             peer.loglikelihood_rolling(rolling), abs=1e-3
         )
-        assert mine.generate_until(generated) == peer.generate_until(generated)
+        assert actual.generate_until(generated) == peer.generate_until(generated)
     finally:
         peer._max_length = None
 
@@ -380,13 +382,13 @@ def test_the_command(checkpoint, model, tasks, capsys):
         str(tasks),
     ]
     assert cli.run("eval", [*arguments, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    result = json.loads(capsys.readouterr().out)
     names = ["local_choices", "local_texts"]
-    wanted = evaluate_tasks(JllamaLM(model), names, task_manager(names, str(tasks)))["results"]
-    for task in wanted:
-        assert found[task].keys() == wanted[task].keys()
-        for name, value in wanted[task].items():
-            assert found[task][name] == (
+    expected = evaluate_tasks(JllamaLM(model), names, task_manager(names, str(tasks)))["results"]
+    for task in expected:
+        assert result[task].keys() == expected[task].keys()
+        for name, value in expected[task].items():
+            assert result[task][name] == (
                 pytest.approx(value, rel=1e-3) if isinstance(value, float) else value
             )
     assert (
