@@ -21,7 +21,8 @@ from jllama.decode_params import DecodeParams, decode_layout
 from jllama.errors import UsageError
 from jllama.generation import engine as engines
 from jllama.generation import steps
-from jllama.generation.engine import MAX_STOPS, Engine
+from jllama.generation.decode_batch import MAX_STOPS
+from jllama.generation.engine import Engine
 from jllama.generation.generate import completions
 from jllama.generation.prompt_lookup import draft_tokens
 from jllama.generation.requests import Answer, Piece, Request

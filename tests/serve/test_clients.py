@@ -27,7 +27,7 @@ from jllama.serve.app import make_app
 from jllama.serve.config import EngineConfig, HttpConfig
 from jllama.serve.connections import make_server
 from jllama.serve.engine import CHUNK, EngineThread
-from jllama.serve.protocol import Conversation, conversation_text
+from jllama.serve.protocol import Conversation, render_conversation
 from jllama.serve.requests import Busy
 from jllama.tokenizers import BytesTokenizer
 
@@ -189,7 +189,7 @@ def test_a_continued_answer_is_that_of_transformers(name, content):
     model = dataclasses.replace(served(), chat_template=STOCK[name])
     messages = [*MESSAGES, {"role": "assistant", "content": content}]
     asked = {"continue_final_message": True, "chat_template_kwargs": {"date_string": "26 Jul 2024"}}
-    text, _ = conversation_text(model, Conversation(messages=messages, **asked))
+    text, _ = render_conversation(model, Conversation(messages=messages, **asked))
     given = {"bos_token": "<s>", "eos_token": "</s>", "continue_final_message": True} | asked[
         "chat_template_kwargs"
     ]
@@ -212,7 +212,7 @@ def test_what_cannot_be_continued(engine):
         )
     deaf = dataclasses.replace(served(), chat_template="{{ messages[0].content }}")
     with pytest.raises(UsageError, match="leaves the last message out"):
-        conversation_text(deaf, Conversation(messages=PREFILLED, continue_final_message=True))
+        render_conversation(deaf, Conversation(messages=PREFILLED, continue_final_message=True))
 
 
 # Models

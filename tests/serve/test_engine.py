@@ -59,7 +59,7 @@ jax.monitoring.register_event_duration_secs_listener(
 
 
 def num_compiled():
-    names = "prefill_chunk read_chunk write_chunk score_chunk join decode_block resized"
+    names = "prefill_chunk read_chunk write_chunk score_chunk join decode_block resize"
     return [len(COMPILED), *(getattr(steps, name)._cache_size() for name in names.split())]
 
 
@@ -403,8 +403,8 @@ def test_what_was_computed_for_nobody_is_not_taken_for_slow():
     engine.submit(ends)
     while engine.busy:
         engine.step()
-    assert engine._dispatched
-    engine._dispatched = [each._replace(start_s=-1e9) for each in engine._dispatched]
+    assert engine._dispatches
+    engine._dispatches = [each._replace(start_s=-1e9) for each in engine._dispatches]
     engine._read_s = -1e9
     engine.submit(ends)
     while engine.busy:
@@ -481,7 +481,7 @@ def test_who_waits_comes_before_what_is_made_again():
     asked = [Asked(engine, long) for _ in range(3)]
     expected = [each.answer() for each in asked]
     wait_for(
-        lambda: sum(bool(asked.again) for asked in [*engine._asked.values()]) == 3
+        lambda: sum(bool(one.replayed) for one in [*engine._active.values()]) == 3
     )  # all are made again
     assert Asked(engine, request_of("abc", 2)).answer().completion.new_tokens == 2
     assert metrics.REPLAYED._value.get() < again + 3

@@ -49,9 +49,11 @@ WITH_GRAMMARS = [request_of("abc", grammar=grammar) for grammar in GRAMMARS * 3]
 
 def neighbors_mask(monkeypatch):
     """The tokens that may come are those of the row behind."""
-    restricted = engine_module.restricted
+    set_allowed = engine_module.set_allowed
     monkeypatch.setattr(
-        engine_module, "restricted", lambda batch, masks: restricted(batch, [*masks[1:], masks[0]])
+        engine_module,
+        "set_allowed",
+        lambda batch, masks: set_allowed(batch, [*masks[1:], masks[0]]),
     )
 
 

@@ -14,8 +14,8 @@ from starlette.testclient import TestClient
 from jllama.serve.app import make_app
 from jllama.serve.config import EngineConfig, HttpConfig
 from jllama.serve.engine import EngineThread
-from jllama.serve.protocol import conversation_text
-from jllama.serve.responses import Respond, chat_of
+from jllama.serve.protocol import render_conversation
+from jllama.serve.responses import Respond, make_chat
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 CALLING = (
@@ -302,7 +302,7 @@ def test_items_become_messages():
         {"role": "user", "content": "and?"},
     ]
     model = dataclasses.replace(served(), chat_template=CALLING.partition("</tool_call>")[2])
-    text, _ = conversation_text(model, chat_of(Respond(input=items)))
+    text, _ = render_conversation(model, make_chat(Respond(input=items)))
     assert (
         text
         == "system:Be brief.|user:x|assistant:I look.[a left 1][b left 1]|tool:one|tool:two|user:and?|"
