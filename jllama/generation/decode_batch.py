@@ -91,11 +91,11 @@ def make_batch(
 
 
 def set_allowed(
-    batch: DecodeBatch, masks: Sequence[Int32[np.ndarray, "words"] | None]
+    batch: DecodeBatch, masks: Mapping[int, Int32[np.ndarray, "words"] | None]
 ) -> DecodeBatch:
-    """Return the batch with each row limited to the tokens of its mask; None allows every token."""
+    """Return the batch with rows limited to the tokens of their masks; None allows every token."""
     allowed = np.full(batch.allowed.shape, -1, np.int32)
-    for row, words in enumerate(masks):
+    for row, words in masks.items():
         if words is not None:
             # A model may have more tokens than the mask: they are banned in any case.
             allowed[row, : len(words)] = words

@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,15 +31,13 @@ from jllama.model import KVCache, power_of_two_at_least
 from jllama.sharding import batch_shardings
 
 CHUNK_TOKENS = {"cpu": 512}
-"""How many tokens of a prompt to compute at once, by platform."""
-_OTHER_CHUNK_TOKENS = 4096
+"""How many tokens of a prompt to compute at once, by platform; 4096 on others."""
 TOGETHER_TOKENS = {"cpu": 0}
-"""How many tokens of short prompts to compute in one program, by platform.
+"""How many tokens of short prompts to compute in one program, by platform; 512 on others.
 
 As many as take no longer than one prompt alone, because each program reads all weights. The program
 always has the same number of rows, so no answer depends on which prompts were computed together.
 """
-_OTHER_TOGETHER_TOKENS = 512
 MIN_CHUNK = 16
 """The least number of tokens that a chunk is padded to; others are padded to a power of two."""
 _MIN_CACHE = 128
@@ -122,13 +120,12 @@ class Engine:
             raise UsageError("the models differ in shape: serve each by a server of its own")
         self._num_slots = num_slots
         platform = jax.default_backend()
-        self.chunk_tokens = chunk_tokens or CHUNK_TOKENS.get(platform, _OTHER_CHUNK_TOKENS)
+        self.chunk_tokens = chunk_tokens or CHUNK_TOKENS.get(platform, 4096)
         # Whether the first chunk of a prompt is computed as a complete sequence, which has faster
         # kernels but programs of its own. A CPU gains nothing, so a server there, which compiles
         # all programs ahead, does without.
         self.begins_whole = not context or platform != "cpu"
-        together_tokens = TOGETHER_TOKENS.get(platform, _OTHER_TOGETHER_TOKENS)
-        self.together_tokens = together_tokens if num_slots > 1 else 0
+        self.together_tokens = TOGETHER_TOKENS.get(platform, 512) if num_slots > 1 else 0
         self._context = context or self._base.config.max_seq_len
         self.max_len = cache_len(context, self._context)
         self._prefix_tokens = prefix_tokens
@@ -154,7 +151,7 @@ class Engine:
         # are the same.
         self._batches = list[DecodeBatch]()
         # What the cache that prompts are computed in contains: the owner and the token ids.
-        self._staged: tuple[Any, list[int]] = (None, [])
+        self._staged: tuple[Any, list[int]] = None, []
 
     @property
     def busy(self) -> bool:
@@ -191,10 +188,8 @@ class Engine:
         setting_types(type(prompt.sampling))  # raises if a setting is unknown
         keys = {}
         if self._prefix_tokens and request.caches and not request.pooling:
-            ids = prompt.ids[:-1]
             owner = f"{request.model}\0{request.salt}"
-            starts = range(0, len(ids), self.chunk_tokens)
-            keys = dict(zip(starts, chunk_keys(owner, ids, self.chunk_tokens), strict=False))
+            keys = chunk_keys(owner, prompt.ids[:-1], self.chunk_tokens)
         text = TextDecoder(self.models[request.model].tokenizer, prompt)
         row = Row(request, text, prompt.limit(self._context) - len(prompt.ids), keys)
         if request.prompt_log_probs:
@@ -308,11 +303,11 @@ class Engine:
         budget = self._prefill_budget
         while self._prefilling:
             row = self._prefilling[0]
-            short_len = self._short_len(row)
-            if short_len:
+            length = self._short_len(row)
+            if length:
                 if budget <= 0:
                     return
-                self._prefill_short(row.request.model, short_len)
+                self._prefill_short(row.request.model, length)
                 budget -= self.together_tokens
                 continue
             if not row.num_prefilled:
@@ -335,12 +330,10 @@ class Engine:
     def _prefill_short(self, name: str, length: int) -> None:
         """Compute the first prompts of this model and padded length, as many as the program has rows."""
         num_rows = self.together_tokens // length
+        group = name, length
         rows = [
-            row
-            for row in self._prefilling
-            if row.request.model == name and self._short_len(row) == length
-        ]
-        rows = rows[:num_rows]
+            row for row in self._prefilling if (row.request.model, self._short_len(row)) == group
+        ][:num_rows]
         tokens = np.zeros((num_rows, length), np.int32)
         counts = np.zeros(num_rows, np.int32)
         for index, row in enumerate(rows):
@@ -362,8 +355,7 @@ class Engine:
         ids = [*request.prompt.ids[:-1]]
         owner, staged = self._staged
         shared = 0
-        needs_activations = request.pooling or request.prompt_log_probs
-        if owner == _owner(request) and request.caches and not needs_activations:
+        if owner and owner == _owner(request) and request.caches and not request.pooling:
             while shared < min(len(ids), len(staged)) and ids[shared] == staged[shared]:
                 shared += 1
             if not self._resumes and ids != staged:
@@ -471,8 +463,7 @@ class Engine:
             quotas[row.slot] = num_steps * (self._draft_len + 1)
             row.num_steps += num_steps
         if any(row.request.prompt.grammar for row in rows):
-            masks = {row.slot: row.text.allowed() for row in rows}
-            batch = set_allowed(batch, [masks.get(slot) for slot in range(self._num_slots)])
+            batch = set_allowed(batch, {row.slot: row.text.allowed() for row in rows})
         # 3) The program, which returns before the device has computed it
         tops = np.bool_(any(row.request.top for row in rows))
         args = *self._weights[name], batch, quotas, np.int32(num_steps), tops, self._draft_len
@@ -517,9 +508,9 @@ class Engine:
         self.cancel(row)
 
 
-def _owner(request: Request) -> tuple[str, str, bool]:
-    """Return who may reuse a computed prompt; prompts that are scored have other shapes."""
-    return request.model, request.salt, request.prompt_log_probs
+def _owner(request: Request) -> tuple[str, str] | None:
+    """Return who may reuse a computed prompt: nobody if it is scored, in chunks of another shape."""
+    return None if request.prompt_log_probs else (request.model, request.salt)
 
 
 def cache_len(num_tokens: int, context: int) -> int:
@@ -528,13 +519,15 @@ def cache_len(num_tokens: int, context: int) -> int:
     return min(power_of_two_at_least(num_tokens, _MIN_CACHE), max_len)
 
 
-def chunk_keys(owner: str, ids: Sequence[int], size: int) -> Iterator[bytes]:
-    """Return the key of each whole chunk of a prompt.
+def chunk_keys(owner: str, ids: Sequence[int], size: int) -> dict[int, bytes]:
+    """Return the keys of the whole chunks of a prompt, by the index of their first token.
 
     A key is a hash of the owner (the request's model and salt) and of all tokens up to the chunk's
     end, so the stored chunk is what computing it again would give.
     """
     running = hashlib.sha256(owner.encode())
+    keys = {}
     for start in range(0, len(ids) - size + 1, size):
         running.update(np.array(ids[start : start + size], np.uint32).tobytes())
-        yield running.digest()
+        keys[start] = running.digest()
+    return keys

@@ -24,6 +24,7 @@ STEPS = 16
 _COPIED_TOKENS = 128  # copied at a time from one cache into another
 Chunk = tuple[tuple[Array, ...], tuple[Array, ...]]
 """Keys and values of a chunk of one row's tokens, an array for each layer."""
+_Carry = tuple[Array, DecodeBatch, Any]  # step, batch, most likely tokens of the steps
 
 
 class Block(NamedTuple):
@@ -142,10 +143,10 @@ def decode_block(
     def takes(batch: DecodeBatch) -> Array:
         return ~batch.finished & (batch.cache.lengths - first < quotas)
 
-    def goes_on(carry: tuple[Array, DecodeBatch, Any]) -> Array:
+    def goes_on(carry: _Carry) -> Array:
         return (carry[0] < steps) & jnp.any(takes(carry[1]))
 
-    def step(carry: tuple[Array, DecodeBatch, Any]) -> tuple[Array, DecodeBatch, Any]:
+    def step(carry: _Carry) -> _Carry:
         index, batch, top = carry
         if draft_len:
             return index + 1, lookup_step(llama, batch, takes(batch), draft_len), top
