@@ -1,4 +1,4 @@
-"""The batch of rows being generated: what the device stores of them, and how each gets its next token."""
+"""The batch of rows being generated: its arrays, and how each row gets its next token."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, get_type_hints
@@ -17,7 +17,10 @@ from jllama.language_model import LanguageModel
 from jllama.model import KVCache
 
 MAX_STOPS = 16
-"""Stop ids of a row that the device knows; the host stops at all of them, though some steps later."""
+"""Stop ids of a row that the device knows.
+
+The host stops at all of them, though some steps later.
+"""
 _BUILT_IN = {"temperature", "logit_bias", "banned_ids", "seed"}
 
 
@@ -55,8 +58,8 @@ def make_batch(
         prompts: one prompt a row.
         cache: keys and values; other caches may replace it.
         max_len: room for tokens in each row.
-        sampling_types: the classes whose fields become ``settings``; a row has the defaults of those
-            that its own class lacks.
+        sampling_types: the classes whose fields become ``settings``; a row has the defaults of
+            those that its own class lacks.
         context: the length at which rows end; it may exceed ``max_len``.
     """
     vocab_size = model.config.vocab_size
@@ -132,11 +135,12 @@ def _setting_arrays(
 
 
 def check_batch(config: LlamaConfig, rows: int, draft_len: int = 0) -> None:
-    """Raise ``UsageError`` if a batch exceeds the memory of the device or machine, or drafts the context."""
+    """Raise ``UsageError`` if a batch exceeds the memory, or ``draft_len`` the context."""
     max_seq_len = config.max_seq_len
     if not 0 <= draft_len < max_seq_len:
         raise UsageError(
-            f"speculate is {draft_len}; it must be from 0 to below the model's context, {max_seq_len}"
+            f"speculate is {draft_len}; it must be from 0 to below the model's context, "
+            f"{max_seq_len}"
         )
     # At least the keys and values of a short text in 2 bytes each, and for each token id a bias, a
     # count and a logit of each input token.
@@ -152,7 +156,10 @@ def check_batch(config: LlamaConfig, rows: int, draft_len: int = 0) -> None:
 
 
 def sample_tokens(logits: Float[Array, "batch vocab"], batch: DecodeBatch) -> Int[Array, "batch"]:
-    """Draw the next token of each row; only the row's own logits, settings, seed and length matter."""
+    """Draw the next token of each row.
+
+    Only the row's own logits, settings, seed and length matter.
+    """
     settings = batch.settings
     neutral = vars(SamplingParams())
     logits = F.ban(logits + settings["logit_bias"], settings["banned_ids"])
@@ -182,7 +189,10 @@ def sample_tokens(logits: Float[Array, "batch vocab"], batch: DecodeBatch) -> In
 def append_token(
     batch: DecodeBatch, logits: Float[Array, "batch vocab"], takes: Bool[Array, "batch"]
 ) -> tuple[DecodeBatch, Int[Array, "batch"]]:
-    """Draw a token for each row, and append it to the rows that ``takes`` says; return the tokens as well."""
+    """Draw a token for each row, and append it to the rows that ``takes`` says.
+
+    Return the tokens as well.
+    """
     rows = jnp.arange(len(takes))
     lengths = batch.cache.lengths
     token = sample_tokens(logits, batch)

@@ -60,11 +60,11 @@ class Dispatch(NamedTuple):
 
 
 class Engine:
-    """Generates many texts at once: rows of one batch, which requests join and leave while others go on.
+    """Generates many texts at once, as rows of one batch that requests join and leave.
 
-    It has no threads: ``step`` does what is due, and one thread at a time may call it. ``generate``,
-    ``stream``, ``Conversation`` and the server are loops around it. An engine that is passed to
-    ``stream`` reuses what it has computed for the next prompt with the same beginning.
+    It has no threads: ``step`` does what is due, and one thread at a time may call it.
+    ``generate``, ``stream``, ``Conversation`` and the server are loops around it. An engine that is
+    passed to ``stream`` reuses what it has computed for the next prompt with the same beginning.
 
     Example::
 
@@ -137,7 +137,10 @@ class Engine:
         self.reset()
 
     def reset(self) -> None:
-        """Drop all rows and all device memory, for example after a fault; the next step reserves it again."""
+        """Drop all rows and all device memory, for example after a fault.
+
+        The next step reserves it again.
+        """
         self.waiting = deque[Row]()
         self.rows: list[Row | None] = [None] * self._num_slots
         self._prefilling = list[Row]()  # rows in slots whose prompts are not computed, in order
@@ -173,7 +176,10 @@ class Engine:
         return row
 
     def make_row(self, request: Request) -> Row:
-        """Check a request from ``encode_prompt``, and prepare what takes time; any thread may call this."""
+        """Check a request from ``encode_prompt``, and prepare what takes time.
+
+        Any thread may call this.
+        """
         prompt = request.prompt
         if self._draft_len and prompt.grammar:
             raise UsageError(
@@ -213,7 +219,7 @@ class Engine:
             self._staged = _owner(row.request), ids
 
     def step(self) -> Events:
-        """Admit requests, compute prompts, dispatch the next block, and return what the last one brought.
+        """Admit requests, compute prompts, dispatch a block, and return the events of the last.
 
         An interrupted step (such as by Ctrl-C) has consumed the arrays on the device: the engine is
         then ``reset``.
@@ -290,7 +296,7 @@ class Engine:
         return make_batch(model, prompts, cache, max_len, self._sampling_types, self._context)
 
     def _put(self, tree: Any) -> Any:
-        """Put arrays of rows where the parameters are, split: programs are compiled for one place."""
+        """Put arrays of rows where the parameters are, as all programs expect it."""
         sharding = self._base.decode_params.weights["final_norm"].sharding
         if isinstance(sharding, NamedSharding):
             sharding = batch_shardings(sharding.mesh, tree)
@@ -319,7 +325,10 @@ class Engine:
             self._join(row, self._batches[-1].cache, 0)
 
     def _short_len(self, row: Row) -> int:
-        """Return the length that a prompt is padded to if it is computed with others; 0 if it is computed alone."""
+        """Return the length that a prompt is padded to if it is computed with others.
+
+        0 if it is computed alone.
+        """
         request = row.request
         num_tokens = row.prefill_len
         if num_tokens >= self.chunk_tokens or request.pooling or request.prompt_log_probs:
@@ -328,7 +337,7 @@ class Engine:
         return length if 2 * length <= self.together_tokens else 0
 
     def _prefill_short(self, name: str, length: int) -> None:
-        """Compute the first prompts of this model and padded length, as many as the program has rows."""
+        """Compute prompts of this model and padded length, as many as the program has rows."""
         num_rows = self.together_tokens // length
         group = name, length
         rows = [
@@ -348,8 +357,8 @@ class Engine:
     def _begin(self, row: Row) -> None:
         """Begin a prompt with what the cache already contains of it.
 
-        That is all of an equal prompt, or if the engine ``resumes``, the tokens that the last text has
-        in common with it.
+        That is all of an equal prompt, or if the engine ``resumes``, the tokens that the last text
+        has in common with it.
         """
         request = row.request
         ids = [*request.prompt.ids[:-1]]
@@ -367,7 +376,10 @@ class Engine:
         self._set_cache(self._batches[-1].cache._replace(lengths=lengths))
 
     def _prefill_chunk(self, row: Row) -> int:
-        """Compute the next chunk of a prompt, or take it from the prefix cache; return the tokens computed."""
+        """Compute the next chunk of a prompt, or take it from the prefix cache.
+
+        Return the tokens computed.
+        """
         request = row.request
         start = row.num_prefilled
         size = self.chunk_tokens
@@ -416,7 +428,10 @@ class Engine:
         row.prompt_tokens += make_tokens(num_tokens, row.request.top, targets, log_probs, top)
 
     def _join(self, row: Row, cache: KVCache, computed_row: int) -> None:
-        """Let a row decode whose prompt is in ``computed_row`` of a cache; or end it, if it generates nothing."""
+        """Let a row decode whose prompt is in ``computed_row`` of a cache.
+
+        Or end it, if it generates nothing.
+        """
         self._prefilling.remove(row)
         if row.is_complete:
             self._end(row)
@@ -438,7 +453,10 @@ class Engine:
     # Decoding
 
     def _dispatch(self) -> list[Dispatch]:
-        """Dispatch a block for the rows of each model; rows under a grammar wait until their last token is read."""
+        """Dispatch a block for the rows of each model.
+
+        Rows under a grammar wait until their last token is read.
+        """
         unread = [row for dispatch in self._dispatches for row in dispatch.rows]
         by_model: dict[str, list[Row]] = {}
         for row in self.rows:
@@ -509,12 +527,12 @@ class Engine:
 
 
 def _owner(request: Request) -> tuple[str, str] | None:
-    """Return who may reuse a computed prompt: nobody if it is scored, in chunks of another shape."""
+    """Return who may reuse a computed prompt: nobody if it is scored (other shapes)."""
     return None if request.prompt_log_probs else (request.model, request.salt)
 
 
 def cache_len(num_tokens: int, context: int) -> int:
-    """Return the cache length for ``num_tokens``: one of a few, so that few programs are compiled."""
+    """Return one of a few cache lengths for ``num_tokens``, so that few programs are compiled."""
     max_len = max(-(-context // _BLOCK_TOKENS) * _BLOCK_TOKENS, _MIN_CACHE)
     return min(power_of_two_at_least(num_tokens, _MIN_CACHE), max_len)
 

@@ -1,4 +1,7 @@
-"""Text from a model: complete, in pieces as they come, or many texts as each is done; all from the engine."""
+"""Text from a model: complete, in pieces as they come, or many texts as each is done.
+
+All from the engine.
+"""
 
 import dataclasses
 import itertools
@@ -35,8 +38,8 @@ def generate(
 ) -> list[Completion]:
     """Continue one prompt or several; other prompts and ``speculate`` change no text.
 
-    In bfloat16 and float16 another batch size rounds differently, which may change the choice between
-    two tokens that are nearly equally likely.
+    In bfloat16 and float16 another batch size rounds differently, which may change the choice
+    between two tokens that are nearly equally likely.
 
     Example::
 
@@ -45,11 +48,13 @@ def generate(
             model, "Once upon", max_new_tokens=50, temperature=0.8, top_p=0.95, seed=1
         )
         print(completion.text, completion.finish_reason, completion.new_tokens)
-        stories = jllama.generate(model, ["Once upon", "Long ago"], max_new_tokens=200, stop="The end")
+        stories = jllama.generate(model, ["Once upon", "Long ago"], max_new_tokens=200, stop="The
+        end")
 
     Args:
         model: a model from ``jllama.load``.
-        prompts: text, token ids, or a ``Prompt``, which contains all its settings; or a list of those.
+        prompts: text, token ids, or a ``Prompt``, which contains all its settings; or a list of
+            those.
         sampling: how tokens are chosen; None samples the model's own distribution (temperature 1,
             nothing cut off).
         max_new_tokens: the maximum number of tokens to generate from each prompt; None continues to
@@ -58,20 +63,20 @@ def generate(
         stop_ids: tokens that end a text; None is the model's own.
         grammar: what the texts must match, such as ``Grammar("regex", "[0-9]+")``; a stop id ends a
             text that matches.
-        speculate: how many tokens to guess at each step from the text so far, which makes texts that
-            repeat themselves faster.
+        speculate: how many tokens to guess at each step from the text so far, which makes texts
+            that repeat themselves faster.
         batch_size: how many texts to generate at once, longest prompts first; 0 is all of them.
-        **fields: fields of ``SamplingParams`` that replace those of ``sampling``: ``temperature`` (0
-            takes the most likely token), ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty``,
-            ``presence_penalty``, ``frequency_penalty``, ``logit_bias``, ``banned_ids``, ``seed`` (the
-            same seed gives the same text).
+        **fields: fields of ``SamplingParams`` that replace those of ``sampling``: ``temperature``
+            (0 takes the most likely token), ``top_k``, ``top_p``, ``min_p``,
+            ``repetition_penalty``, ``presence_penalty``, ``frequency_penalty``, ``logit_bias``,
+            ``banned_ids``, ``seed`` (the same seed gives the same text).
 
     Returns:
         A ``Completion`` of each prompt, in order.
 
     Raises:
-        JllamaError: the model has no tokenizer, a prompt or a setting does not fit it, or the setting
-            is unknown.
+        JllamaError: the model has no tokenizer, a prompt or a setting does not fit it, or the
+            setting is unknown.
     """
     settings = Prompt("", sampling or SamplingParams(), max_new_tokens, stop, stop_ids, grammar)
     encoded = _encode_prompts(model, prompts, settings, fields)
@@ -92,12 +97,14 @@ def stream(
     engine: Engine | None = None,
     **fields: Unpack[SamplingFields],
 ) -> Generator[str, None, Completion]:
-    """Yield the continuation of one prompt in pieces as they come; together they are the text of ``generate``.
+    """Yield the continuation of one prompt in pieces as they come.
+
+    Together they are the text of ``generate``.
 
     A piece is never half a character, nor the beginning of a stop string. The generator returns the
-    ``Completion``; ``close()`` ends it early. Each thread may run one. Arguments and errors are those
-    of ``generate``; errors are raised at the first piece. An ``engine`` of this model reuses what it
-    has computed for the next prompt, and has a ``draft_len`` of its own.
+    ``Completion``; ``close()`` ends it early. Each thread may run one. Arguments and errors are
+    those of ``generate``; errors are raised at the first piece. An ``engine`` of this model reuses
+    what it has computed for the next prompt, and has a ``draft_len`` of its own.
 
     Example::
 
@@ -130,7 +137,7 @@ def stream(
 def completions(
     model: LanguageModel, prompts: Sequence[Prompt], speculate: int = 0, batch_size: int = 0
 ) -> Iterator[tuple[int, Completion]]:
-    """Yield (index of the prompt, completion) of encoded prompts as each is done, longest prompts first."""
+    """Yield the prompt's index and completion of encoded prompts, as each is done, longest first."""
     if not prompts:
         return
     num_slots = min(batch_size or len(prompts), len(prompts))
@@ -158,7 +165,7 @@ def warm_up(
     max_new_tokens: int | None = None,
     speculate: int = 0,
 ) -> None:
-    """Compile ahead the programs of ``generate`` and ``stream``, but not of later turns of a ``Conversation``.
+    """Compile the programs of ``generate`` and ``stream`` ahead, not of a ``Conversation``'s later turns.
 
     Example::
 
@@ -166,7 +173,8 @@ def warm_up(
 
     Args:
         model: the model.
-        lengths: of prompts, in tokens; each stands for all that are padded to the same power of two.
+        lengths: of prompts, in tokens; each stands for all that are padded to the same power of
+            two.
         batches: how many prompts at once.
         max_new_tokens: the maximum that will be requested; None is the end of the context.
         speculate: as in ``generate``.
@@ -201,7 +209,10 @@ def _batch_engine(
 def _encode_prompts(
     model: LanguageModel, prompts: Any, settings: Prompt, fields: SamplingFields
 ) -> list[Prompt]:
-    """Encode a prompt or a list of them; ``settings`` and ``fields`` apply unless it is a ``Prompt``."""
+    """Encode a prompt or a list of them.
+
+    ``settings`` and ``fields`` apply unless it is a ``Prompt``.
+    """
     names = vars(settings.sampling)
     unknown = fields.keys() - names
     if unknown:
@@ -216,7 +227,8 @@ def _encode_prompts(
     are_prompts = [isinstance(prompt, Prompt) for prompt in prompts]
     if settings != Prompt("") and are_prompts and all(are_prompts):
         raise UsageError(
-            "a Prompt brings its own settings, and others are given beside it: set them in the Prompt"
+            "a Prompt brings its own settings, and others are given beside it: "
+            "set them in the Prompt"
         )
     encoded = []
     for prompt in prompts:

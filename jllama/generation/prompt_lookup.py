@@ -1,4 +1,4 @@
-"""Prompt lookup: draft the next tokens from the text so far, verify them in one pass, keep the right ones.
+"""Prompt lookup: draft tokens from the text so far, verify them in one pass, keep the right ones.
 
 Sources: Saxena 2023, prompt lookup decoding; Leviathan et al. 2023 (arXiv:2211.17192) for why the
 distribution of the text does not change.
@@ -36,7 +36,7 @@ def _verify_drafts(
     takes: Bool[Array, "batch"],
     drafts: Int[Array, "batch draft_len"],
 ) -> DecodeBatch:
-    """Feed each row its last token and its drafts (-1 for none), and append tokens while drafts are right."""
+    """Feed each row its last token and its drafts (-1 for none); append while drafts are right."""
     lengths = batch.cache.lengths
     last = jnp.take_along_axis(batch.tokens, lengths[:, None], axis=1)
     inputs = jnp.maximum(jnp.concatenate([last, drafts], axis=1), 0)
@@ -65,11 +65,11 @@ def _verify_drafts(
 def draft_tokens(
     tokens: Int[Array, "batch max_len"], lengths: Int[Array, "batch"], count: int
 ) -> tuple[Int[Array, "batch {count}"], Bool[Array, "batch"]]:
-    """Return the ``count`` tokens that followed an earlier match of each row's end, and whether there was a match.
+    """Return the ``count`` tokens that followed an earlier match of each row's end, if there is one.
 
-    The last three of a row's first ``lengths`` tokens (else the last two) are looked up in the tokens
-    before them. The longest match counts, and of several the latest. A continuation that reaches the
-    end of the text starts again at its first token.
+    The last three of a row's first ``lengths`` tokens (else the last two) are looked up in the
+    tokens before them. The longest match counts, and of several the latest. A continuation that
+    reaches the end of the text starts again at its first token.
     """
     batch, max_len = tokens.shape
     last = lengths[:, None] - 1

@@ -11,7 +11,7 @@ from jllama.generation.text import Completion, TextDecoder
 
 Pooling = Literal["mean", "last"]
 MAX_TOP = 20
-"""How many of the most likely tokens a request may ask for beside each token, as in OpenAI's API."""
+"""How many of the most likely tokens may be requested with each token, as in OpenAI's API."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,10 @@ class Row:
 
     @property
     def prefill_len(self) -> int:
-        """How many prompt tokens to compute; decoding computes the last one, unless pooling needs it."""
+        """How many prompt tokens to compute.
+
+        Decoding computes the last one, unless pooling needs it.
+        """
         num_tokens = len(self.request.prompt.ids)
         return num_tokens if self.request.pooling else num_tokens - 1
 
@@ -93,7 +96,10 @@ class Row:
             self.pooled = (self.pooled if self.num_prefilled else 0) + states.sum(axis=0)
 
     def push(self, tokens: list[Token]) -> list[Piece]:
-        """Add generated tokens until one ends the text; return the text and tokens that are final."""
+        """Add generated tokens until one ends the text.
+
+        Return the text and tokens that are final.
+        """
         if not self.tokens:
             self.first_token_s = time.monotonic()
         text = ""
@@ -121,7 +127,7 @@ class Row:
 
 
 def make_tokens(count: int, num_top: int, ids: Any, log_probs: Any, top: Any) -> list[Token]:
-    """Return the first ``count`` tokens of arrays ``[seq]``, with ``num_top`` of ``[seq, top]`` each."""
+    """Return the first ``count`` tokens of arrays ``[seq]``, with ``num_top`` of ``[seq, top]``."""
     tokens = []
     for index in range(count):
         best = zip(*(array[index, :num_top].tolist() for array in top), strict=True)

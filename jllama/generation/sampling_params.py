@@ -33,16 +33,18 @@ class SamplingParams:
         temperature: divide the logits by this; 0 always takes the most likely token, 1 samples the
             model's own distribution.
         top_k: draw among the k most likely tokens only; 0 is all of them.
-        top_p: draw among the most likely tokens that together reach this probability; 1 is all of them.
-        min_p: exclude tokens less likely than this share of the highest probability; 0 excludes none.
+        top_p: draw among the most likely tokens that together reach this probability; 1 is all of
+            them.
+        min_p: exclude tokens less likely than this share of the highest probability; 0 excludes
+            none.
         repetition_penalty: divide the logit of a token seen before by this, also if it was in the
             prompt (multiply if the logit is negative).
         presence_penalty: subtracted from the logit of a token generated before.
         frequency_penalty: subtracted from a token's logit for each time that it was generated.
         logit_bias: numbers to add to the logits of token ids, such as {"5": 1.5}.
         banned_ids: a list of token ids that are never drawn, such as [1, 2].
-        seed: the same seed, prompt and settings give the same text, in float32 and int8 whatever else
-            is in the batch.
+        seed: the same seed, prompt and settings give the same text, in float32 and int8 whatever
+            else is in the batch.
     """
 
     temperature: float = setting(1.0, 0, _MAX, "0 (greedy) or a positive number, at most 1e+30")
@@ -72,7 +74,10 @@ def _is_finite(biases: Mapping[int, float]) -> bool:
 
 
 class SamplingFields(TypedDict, total=False):
-    """The fields of ``SamplingParams`` as keyword arguments, for type checkers; a test compares them."""
+    """The fields of ``SamplingParams`` as keyword arguments, for type checkers.
+
+    A test compares them.
+    """
 
     temperature: float
     top_k: int

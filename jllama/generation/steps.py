@@ -1,7 +1,8 @@
-"""The compiled programs of generation: prefill of a chunk, joining the batch, and a block of decoding steps.
+"""The compiled programs of generation: prefill, joining the batch, and blocks of decoding steps.
 
-Prompts are computed in a cache beside the batch, and copied from there into their rows. Every setting
-of a row is data: only a cache length, a batch size, a chunk's length and a draft length compile anew.
+Prompts are computed in a cache beside the batch, and copied from there into their rows. Every
+setting of a row is data: only a cache length, a batch size, a chunk's length and a draft length
+compile anew.
 """
 
 import functools
@@ -42,7 +43,10 @@ class Block(NamedTuple):
 def prefill_chunk(
     params: DecodeParams, config: LlamaConfig, cache: KVCache, tokens: Any, count: Any, begins: bool
 ) -> tuple[Float[Array, "1 seq embed"], KVCache]:
-    """Append the first ``count`` tokens of ``[1, seq]`` to a cache; return their final activations and the cache."""
+    """Append the first ``count`` tokens of ``[1, seq]`` to a cache.
+
+    Return their final activations and the cache.
+    """
     llama = build_model(config, params)
     return llama.decode(jnp.asarray(tokens), cache, jnp.asarray(count), begins=begins)
 
@@ -77,7 +81,7 @@ def write_chunk(cache: KVCache, chunk: Chunk, start: Any) -> KVCache:
 def score_chunk(
     params: DecodeParams, config: LlamaConfig, hidden: Float[Array, "1 seq embed"], targets: Any
 ) -> tuple[Array, tuple[Array, Array]]:
-    """Return log-probabilities of a chunk's next tokens ``[seq]``, and the most likely tokens with theirs."""
+    """Return log-probabilities of the next tokens ``[seq]``, and the most likely tokens with theirs."""
     logits = build_model(config, params).logits(hidden)[0]
     log_probs = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     scores = jnp.take_along_axis(log_probs, jnp.asarray(targets)[:, None], axis=1)[:, 0]
@@ -86,7 +90,7 @@ def score_chunk(
 
 @functools.partial(jax.jit, donate_argnames="batch")
 def join(batch: DecodeBatch, one: DecodeBatch, computed_row: Any, row: Any) -> DecodeBatch:
-    """Put a batch of one row into ``row`` of a larger batch, with row ``computed_row`` of its cache."""
+    """Put a batch of one row, whose cache row is ``computed_row``, into ``row`` of a larger batch."""
     put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=row, axis=0)
     length = jax.lax.dynamic_slice_in_dim(one.cache.lengths, computed_row, 1)
     keys = batch.cache.keys
@@ -128,7 +132,9 @@ def decode_block(
     tops: Any,
     draft_len: int,
 ) -> tuple[DecodeBatch, Block]:
-    """Run up to ``steps`` decoding steps (at most ``STEPS``); each gives every unfinished row a token or more.
+    """Run up to ``steps`` decoding steps (at most ``STEPS``).
+
+    Each gives every unfinished row a token or more.
 
     A loop on the device, which ends early when no row goes on. Each row takes at most ``quotas``
     tokens. With a ``draft_len`` each step drafts that many tokens (prompt lookup), which changes no

@@ -1,4 +1,4 @@
-"""From a prompt to tokens and back: encode and check prompts, decode tokens as they come, find stops."""
+"""From a prompt to tokens and back: encode and check prompts, decode new tokens, find stops."""
 
 import bisect
 import dataclasses
@@ -107,7 +107,7 @@ def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Return a prompt's ids: BOS, if the model was trained with it or there is no text, then the text."""
+    """Return a prompt's ids, with BOS if the model was trained with it or there is no text."""
     ids = tokenizer.encode(prompt)
     return [tokenizer.bos_id, *ids] if tokenizer.add_bos or not ids else ids
 
@@ -163,7 +163,10 @@ class TextDecoder:
         return self._show(0)
 
     def allowed(self) -> Int32[np.ndarray, "words"] | None:
-        """Return one bit for each token that may come next, see ``Matcher``; None without a grammar."""
+        """Return one bit for each token that may come next, see ``Matcher``.
+
+        None without a grammar.
+        """
         return self._matcher.allowed() if self._matcher else None
 
     @property
@@ -190,7 +193,10 @@ class TextDecoder:
         return piece
 
     def _decode(self, *, is_last: bool) -> None:
-        """Add the text of new tokens if it is final; a stop string ends the text where it begins."""
+        """Add the text of new tokens if it is final.
+
+        A stop string ends the text where it begins.
+        """
         if self._tokenizer is None:
             return
         # Drop old tokens, or each new one would decode the whole text again.

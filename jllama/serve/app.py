@@ -1,4 +1,4 @@
-"""The server's application: routes, keys, limits, streams, and a line in the log for each request."""
+"""The server's application: routes, keys, limits, streams, and a log line for each request."""
 
 import asyncio
 import contextlib
@@ -41,12 +41,16 @@ from jllama.serve.responses import Respond, ResponseStream, make_chat
 PING_S = 10.0
 """A stream without events gets a comment after this time, so that no proxy takes it for dead."""
 AT_ONCE = 3
-"""How many requests of one client are prepared at once, in threads; others remain for other clients."""
+"""How many requests of one client are prepared at once, in threads.
+
+Others remain for other clients.
+"""
 OPEN = ("/", "/health", "/openapi.json")
 """Paths that need no key."""
 _PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
+    "script-src 'unsafe-inline'; connect-src 'self'; img-src data:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'",
     "Cache-Control": "no-cache",
 }
 _PROBLEM = {"type": "object", "required": ["error"], "properties": {"error": {"type": "object"}}}
@@ -57,9 +61,12 @@ router = APIRouter()
 
 
 def make_app(engine: EngineThread | None, config: HttpConfig, keys: Sequence[str] = ()) -> FastAPI:
-    """Return the application; if there are ``keys``, a request needs one in its Authorization header.
+    """Return the application.
 
-    It answers 503 until ``app.state.engine`` is an engine, and while ``app.state.is_closing`` is set.
+    If there are ``keys``, a request needs one in its Authorization header.
+
+    It answers 503 until ``app.state.engine`` is an engine, and while ``app.state.is_closing`` is
+    set.
     """
     about = {"title": "jllama", "version": jllama.__version__, "docs_url": None, "redoc_url": None}
     app = FastAPI(**about, responses={"4XX": _PROBLEMS, 503: _PROBLEMS})
@@ -87,7 +94,7 @@ def make_app(engine: EngineThread | None, config: HttpConfig, keys: Sequence[str
 
 
 def _responses(required: str, *others: str) -> dict[int | str, Json]:
-    """Describe a route's answer for the OpenAPI document: an object with these keys, or other media."""
+    """Describe a route's answer in the OpenAPI document: an object with these keys, or other media."""
     content = {"application/json": {"schema": {"type": "object", "required": required.split()}}}
     content |= {media: {} for media in others}  # a schema would be that of an event
     return {200: {"description": "as asked", "content": content}}
@@ -266,7 +273,7 @@ def _validation_response(errors: Sequence[Any]) -> Response:
 
 @dataclasses.dataclass
 class Gate:
-    """Middleware around all routes: refuses requests by their head, limits bodies, logs each request."""
+    """Middleware: refuses requests by their head, limits bodies, logs each request."""
 
     app: ASGIApp
     config: HttpConfig
@@ -380,7 +387,8 @@ def _refusal(scope: Scope, config: HttpConfig, keys: Sequence[bytes]) -> Respons
 def _is_served_host(scope: Scope, host: str, allowed: Sequence[str]) -> bool:
     """Return whether a request may address the server as ``host``, the value of its header Host.
 
-    Any page can let its own name lead to 127.0.0.1; for a browser this server is then part of the page.
+    Any page can let its own name lead to 127.0.0.1; for a browser this server is then part of the
+    page.
     """
     address, _ = scope["server"] or ("", None)
     is_loopback = address.startswith("127.") or address == "::1"

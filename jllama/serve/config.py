@@ -21,8 +21,10 @@ class EngineConfig:
             what fits in half the memory.
         memory_gib: memory for keys and values, in GiB; 0 is what slots and context take.
         cache_tokens: how many tokens of prefixes to cache.
-        queue: how many requests of one client may wait for a slot; of all clients, four times as many.
-        prefill_budget: how many tokens of prompts to compute between two decoding steps of the others.
+        queue: how many requests of one client may wait for a slot; of all clients, four times as
+            many.
+        prefill_budget: how many tokens of prompts to compute between two decoding steps of the
+            others.
         replay: the share of answers to generate again in idle slots and compare.
     """
 
@@ -46,14 +48,14 @@ class HttpConfig:
     """Who is served, and within which limits.
 
     Args:
-        cors: origins whose pages may use the server from a browser, such as https://example.org, or *
-            for all.
-        allowed_host: a name that requests may address the server by, besides localhost, 127.0.0.1 and
-            [::1]; if it is not set, any name, except at a loopback address (127.0.0.1, ::1).
+        cors: origins whose pages may use the server from a browser, such as https://example.org, or
+            * for all.
+        allowed_host: a name that requests may address the server by, besides localhost, 127.0.0.1
+            and [::1]; if it is not set, any name, except at a loopback address (127.0.0.1, ::1).
         max_connections: how many connections may be open; another one closes the one that has been
             idle for longest.
-        idle_timeout_s: close a connection that sends no complete head of a request for this long, or
-            up to twice as long.
+        idle_timeout_s: close a connection that sends no complete head of a request for this long,
+            or up to twice as long.
         max_body_bytes: the maximum size of a request's body.
         body_timeout_s: the maximum time for receiving a request's body.
         log_text: log prompts and answers as well.

@@ -10,14 +10,14 @@ from jllama.serve.config import MAX_HEAD_BYTES, HttpConfig
 
 
 class Connection(H11Protocol):
-    """HTTP/1.1 on one connection, which is closed if it is idle for too long or another needs its place.
+    """HTTP/1.1 on one connection, closed if it is idle for too long or another needs its place.
 
     ``H11Protocol`` limits the size of a head, but not the time that a client takes to send it.
     """
 
     limit_concurrency: int
     last_check: object = None
-    """What the last check saw: the last request, or the connection itself if one was being answered."""
+    """The last request at the last check; the connection itself if it was being answered."""
 
     def connection_made(self, transport: Any) -> None:  # uvloop's transports are not asyncio's
         """Make room if there are too many connections, and begin to watch this one."""
@@ -36,7 +36,10 @@ class Connection(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def close_if_idle(self) -> None:
-        """Close the connection if it has been idle since the last check; otherwise check again later."""
+        """Close the connection if it has been idle since the last check.
+
+        Otherwise check again later.
+        """
         if self.transport.is_closing():
             return
         if self.is_idle() and self.last_check is self.cycle:

@@ -1,4 +1,4 @@
-"""The server's engine: a thread that drives an ``Engine``, a queue in which clients take turns, and metrics."""
+"""The server's engine: a thread that drives an ``Engine``, and a queue for clients in turn."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ from jllama.serve.config import EngineConfig
 from jllama.serve.requests import Busy, Deliver, Event, Failure
 
 CLIENTS = 4
-"""The whole queue holds this many times ``EngineConfig.queue``, so that no single client can fill it."""
+"""The whole queue is this many times ``EngineConfig.queue``, so that no client can fill it."""
 CHUNK = 256
 """How many tokens of a prompt a CPU computes at once; memory is reserved in this unit."""
 _OTHER_CHUNK = 1024  # elsewhere: larger chunks are faster, smaller ones are more often shared
@@ -104,7 +104,7 @@ class EngineThread:
         self._thread.start()
 
     def _warm_up_requests(self) -> list[Request]:
-        """Return requests that use every program: all lengths of prompts, a token, scores, a cached chunk."""
+        """Return requests that use every program: all prompt lengths, a token, scores, cached chunks."""
         chunk = self._engine.chunk_tokens
         sizes = [MIN_CHUNK << power for power in range((chunk // MIN_CHUNK).bit_length())]
         # Prompts computed alone, of all padded lengths; and a chunk behind the first one, if this
@@ -141,7 +141,10 @@ class EngineThread:
             raise UsageError(f"stop_ids has {num_stops} tokens; at most {MAX_STOPS} are served")
 
     def check_text(self, model: LanguageModel, text: str) -> None:
-        """Raise ``ContextError`` if a text is too long for any tokens: counting them may take seconds."""
+        """Raise ``ContextError`` if a text is too long for any tokens, without counting them.
+
+        Counting may take seconds.
+        """
         if len(text) <= self.context:  # at one character a token
             return
         tokenizer = model.text_tokenizer
@@ -149,15 +152,15 @@ class EngineThread:
         max_characters = self.context * longest
         if len(text) > max_characters:
             raise ContextError(
-                f"the prompt has {len(text)} characters, and {self.context} tokens, the context that "
-                f"this server has, hold at most {max_characters}: shorten the prompt"
+                f"the prompt has {len(text)} characters, and {self.context} tokens, the context "
+                f"that this server has, hold at most {max_characters}: shorten the prompt"
             )
 
     def submit(self, request: Request, deliver: Deliver) -> Callable[[], None]:
         """Queue a request whose events go to ``deliver``; return a function that cancels it.
 
-        No event comes after cancelling. Clients take turns: the next free slot goes to the client with
-        the fewest slots, and of those to the one that got a slot longest ago.
+        No event comes after cancelling. Clients take turns: the next free slot goes to the client
+        with the fewest slots, and of those to the one that got a slot longest ago.
 
         Raises:
             UsageError: the request can never be served, see ``check``.
@@ -186,11 +189,14 @@ class EngineThread:
             self._changed.notify()
 
     def fingerprint(self, model: str) -> str:
-        """Return a hash of all that an answer depends on besides its request: weights, programs, device."""
+        """Return a hash of what an answer depends on besides its request: weights, programs, device."""
         return self._fingerprints[model]
 
     def close(self, drain_s: float = 0.0) -> int:
-        """Refuse new requests, and finish the others within ``drain_s``; return how many were broken off."""
+        """Refuse new requests, and finish the others within ``drain_s``.
+
+        Return how many were broken off.
+        """
         with self._changed:
             self._is_closing = True
             self._changed.wait_for(lambda: not (self._queue or self._active), drain_s)
@@ -255,7 +261,10 @@ class EngineThread:
         metrics.BUSY_SLOTS.set(len(self._active))
 
     def _next_submission(self) -> Submission:
-        """Take a request of the client with the fewest slots; the client's others go to the queue's end."""
+        """Take a request of the client with the fewest slots.
+
+        The client's others go to the queue's end.
+        """
         clients = [row.request.client for row in self._active]
         chosen = min(self._queue, key=lambda other: clients.count(other.row.request.client))
         self._queue.remove(chosen)
@@ -319,7 +328,7 @@ def _compare(before: Answer, event: Event) -> None:
 def _context_that_fits(
     config: EngineConfig, max_context: int, token_bytes: int, weights_bytes: int
 ) -> int:
-    """Return the context to serve: as much of the configured or the model's own as fits in the memory.
+    """Return the context to serve: what fits in the memory of the configured or the model's own.
 
     Memory is counted in chunks of all rows, of ``token_bytes`` a token.
     """
@@ -333,7 +342,7 @@ def _context_that_fits(
         min_tokens = -(-context // CHUNK) * CHUNK
     if num_chunks * CHUNK < min_tokens:
         raise UsageError(
-            f"{config.slots} slots of {min_tokens} tokens take {min_tokens * token_bytes / 2**30:.2f} "
-            f"GiB, and there are {available / 2**30:.2f}: take fewer slots or a shorter context"
+            f"{config.slots} slots of {min_tokens} tokens take "
+            f"{min_tokens * token_bytes / 2**30:.2f} GiB, and there are {available / 2**30:.2f}: take fewer slots or a shorter context"
         )
     return min(context, num_chunks * CHUNK)

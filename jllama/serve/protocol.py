@@ -4,11 +4,13 @@ Rules for the fields of a request:
 
 - A field that is null counts as left out.
 - A field that is served is checked: its type and range.
-- A field of OpenAI's that is not served and could change the answer (``NOT_SERVED``) is refused, unless
-  its value requests the default behavior. One that cannot change it (``IGNORED``) is ignored.
+- A field of OpenAI's that is not served and could change the answer (``NOT_SERVED``) is refused,
+  unless its value requests the default behavior. One that cannot change it (``IGNORED``) is
+  ignored.
 - Any other field is refused, with a suggestion of the nearest name.
 - ``--ignore_unknown`` ignores the last two kinds as well, except for ``ESSENTIAL`` fields.
-- The fields of ``SamplingParams`` have the same names and ranges here; a seed that is left out is drawn.
+- The fields of ``SamplingParams`` have the same names and ranges here; a seed that is left out is
+  drawn.
 """
 
 import dataclasses
@@ -65,7 +67,7 @@ IGNORED = {
 # Names of what OpenAI's servers store between requests.
 _STORED = {"conversation", "previous_response_id"}
 ESSENTIAL = _STORED | {"audio", "function_call", "functions", "modalities", "suffix"}
-"""Fields of OpenAI's that are part of the question: they are refused under ``--ignore_unknown``, too."""
+"""Fields of OpenAI's that are part of the question: ``--ignore_unknown`` refuses them as well."""
 _TO_THE_END = "0 or more: leave it out to go on to the end of the context"
 _MINUS_ONE = {"seed": "between 0 and 2**32 - 1: leave it out to have one drawn"}
 _MINUS_ONE |= dict.fromkeys(
@@ -144,7 +146,8 @@ class Fields(BaseModel):
     def _select(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             raise UsageError(
-                "the body must be a JSON object, sent with the header Content-Type: application/json"
+                "the body must be a JSON object, sent with the header "
+                "Content-Type: application/json"
             )
         with fault_of("the body is not of text and finite numbers", ValueError, RecursionError):
             json.dumps(fields, ensure_ascii=False, allow_nan=False).encode()
@@ -169,7 +172,10 @@ Settings = create_model("Settings", __base__=Body, **_SAMPLING)
 
 
 class Generation(Settings):
-    """The fields of chats and completions besides ``SamplingParams``; not all of them are OpenAI's."""
+    """The fields of chats and completions besides ``SamplingParams``.
+
+    Not all of them are OpenAI's.
+    """
 
     n: int = Field(1, ge=1, le=128, description="how many texts, each with the next seed")
     max_tokens: int | None = Field(
@@ -273,7 +279,10 @@ class Job(NamedTuple):
 
 
 def find_model(engine: EngineThread, name: str) -> tuple[str, LanguageModel]:
-    """Return the name and the model, for an empty name the first; ``UnknownModelError`` if it is not served."""
+    """Return the name and the model, for an empty name the first.
+
+    ``UnknownModelError`` if it is not served.
+    """
     name = name or next(iter(engine.models))
     if name not in engine.models:
         raise UnknownModelError(str(unknown_name("model", name[:100], engine.models)))
@@ -281,7 +290,7 @@ def find_model(engine: EngineThread, name: str) -> tuple[str, LanguageModel]:
 
 
 def render_conversation(model: LanguageModel, body: Conversation) -> tuple[str, Dialect | None]:
-    """Return a conversation as text by the model's template, and how the model calls tools, if it may.
+    """Render a conversation by the model's template; return how the model calls tools, if it may.
 
     Raises:
         UsageError: the template does not support the request.
@@ -304,8 +313,8 @@ def render_conversation(model: LanguageModel, body: Conversation) -> tuple[str, 
         *earlier, last = messages
         if body.add_generation_prompt or last["role"] != "assistant" or "tool_calls" in last:
             raise UsageError(
-                "continue_final_message goes on with the messages: the last one must be text of the "
-                "assistant's, and add_generation_prompt left out"
+                "continue_final_message goes on with the messages: the last one must be text of "
+                "the assistant's, and add_generation_prompt left out"
             )
         messages = [*earlier, {**last, "content": last["content"] + _MARK}]
     # 3) The text
@@ -426,7 +435,7 @@ def _text_requests(name: str, body: Continuation) -> list[Request]:
 
 
 def _grammar(body: Generation, calls: Grammar | None) -> Grammar | None:
-    """Return what a text must match: calls of tools that must be called, or the body's own grammar."""
+    """Return what a text must match: calls of required tools, or the body's own grammar."""
     texts: dict[GrammarKind, str | None] = {"regex": body.regex, "lark": body.grammar}
     match body.response_format:
         case {"type": "text"}:

@@ -14,7 +14,10 @@ class Failure(NamedTuple):
 
 Event = Piece | Answer | Failure
 Deliver = Callable[[Event], None]
-"""Receives the events of one request in order, in the engine's thread; returns at once, never raises."""
+"""Receives the events of one request in order, in the engine's thread.
+
+Returns at once, never raises.
+"""
 
 
 class Busy(Exception):

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: a request becomes a chat, and the chat's answer a response and its events."""
+"""OpenAI's Responses API: a request becomes a chat, and its answer a response and events."""
 
 import itertools
 import time
@@ -55,7 +55,10 @@ def _nest_function(tool: Json) -> Json:
 
 
 def _messages(body: Respond) -> list[Json]:
-    """Convert the input's items to messages; calls belong to the assistant's message before them."""
+    """Convert the input's items to messages.
+
+    Calls belong to the assistant's message before them.
+    """
     messages = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})

@@ -25,7 +25,7 @@ _MAX_CALLS = 128
 
 
 class Dialect(NamedTuple):
-    """How a template's models write calls: JSON objects with a name and arguments, between two texts."""
+    """How a template's models write calls: JSON objects with a name and arguments between texts."""
 
     template: str  # to use in place of the model's; the same if it was written for tools
     before: str
@@ -35,7 +35,9 @@ class Dialect(NamedTuple):
 
 
 def find_dialect(template: str) -> Dialect | None:
-    """Return how models with this chat template write calls; None if they do not, or in another way.
+    """Return how models with this chat template write calls.
+
+    None if they do not, or in another way.
 
     Llama 3.1 and 3.2 write a call as the whole answer. Hermes, Qwen and others put each call in
     ``<tool_call>`` tags. SmolLM2 puts a list of calls there; its own template takes no tools, and
@@ -62,7 +64,7 @@ def _function(tool: Any) -> Mapping[str, Any]:
 
 
 def check_tools(tools: Any, choice: Any = None) -> None:
-    """Raise ``UsageError`` unless the ``tools`` and ``tool_choice`` of a request follow OpenAI's API."""
+    """Raise ``UsageError`` unless ``tools`` and ``tool_choice`` follow OpenAI's API."""
     if not isinstance(tools, list) or not 1 <= len(tools) <= 128:
         raise UsageError(
             "tools must be a list of 1 to 128 functions; leave it out if there are none"
@@ -109,8 +111,8 @@ def call_grammar(
         parallel: allow up to eight calls (small models do not stop by themselves), else one.
 
     Returns:
-        The grammar; None if everything is allowed, and for "none", when the template should not show
-        the tools either.
+        The grammar; None if everything is allowed, and for "none", when the template should not
+        show the tools either.
     """
     name = _function(choice).get("name")
     is_free = choice in (None, "auto")
@@ -149,7 +151,7 @@ class _State(enum.Enum):
 
 
 class ToolParser:
-    """Splits an answer, as it comes, into text and calls, which are returned when they are complete.
+    """Splits an answer, as it comes, into text and complete calls.
 
     Calls are as OpenAI streams them. What only looks like a call becomes text; white space around
     calls is dropped. The result does not depend on how the answer was cut into pieces.
@@ -184,7 +186,10 @@ class ToolParser:
         self._held = ""  # behind that, what is not decided yet
 
     def push(self, text: str, is_end: bool = False) -> list[str | Json]:
-        """Add more of the answer; return the texts and calls that are certain, at its end all of them."""
+        """Add more of the answer.
+
+        Return the texts and calls that are certain, at its end all of them.
+        """
         self._held += text
         pieces: list[str | Json] = []
         state = None
@@ -230,7 +235,10 @@ class ToolParser:
         return [text, *calls] if calls else [before + self._mark + used]
 
     def _parse_calls(self, text: str, is_end: bool) -> tuple[list[Json], str] | None:
-        """Return the calls that a text begins with, perhaps none, and the rest; None if not decided yet."""
+        """Return the calls that a text begins with, perhaps none, and the rest.
+
+        None if not decided yet.
+        """
         no_call = list[Json](), text
         body = text.lstrip()
         if body[:1] not in ("", "{", "["):
