@@ -1,15 +1,21 @@
-"""Thousands of texts by `jllama.generate`, in every company: each must be the one that comes out alone.
+"""Thousands of texts by `jllama.generate`, in every company: each must be the one that comes out
+alone.
 
     python benchmarks/generate_load.py --texts 2000
 
-A small random model generates drawn batches, conversations and files of prompts, with settings of every kind, prompts
-that are equal or begin alike, and batches smaller than the number of prompts, in float32 and in bfloat16.
+A small random model generates drawn batches, conversations and files of prompts, with settings of
+every kind, prompts that are equal or begin alike, and batches smaller than the number of prompts,
+in float32 and in bfloat16.
 
-- **batches**: tokens and log-probabilities are, to the last bit, those of the prompt alone in as many slots.
-- **files**: so are those of files of prompts that go through a few slots, whatever was generated in them before.
+- **batches**: tokens and log-probabilities are, to the last bit, those of the prompt alone in as
+  many slots.
+- **files**: so are those of files of prompts that go through a few slots, whatever was generated in
+  them before.
 - **speculate**: guessing tokens changes none (float32).
-- **chats**: each answer of a `Conversation`, which goes on from what it has computed, some of them broken off or taken
-  back, is that of `chat` with the same messages (float32: the same tokens, log-probabilities to 1e-4).
+- **chats**: each answer of a `Conversation`, which goes on from what it has computed, some of them
+  broken off or taken
+  back, is that of `chat` with the same messages (float32: the same tokens, log-probabilities to
+  1e-4).
 
 Writes benchmarks/results/generate_load.json, with each fault.
 """
@@ -151,7 +157,9 @@ def result_of(generator: Any) -> Completion:
 
 
 def same_text(found: Completion, expected: Completion) -> bool:
-    """Whether the tokens are equal and their log-probabilities close: a prompt was computed in other parts."""
+    """Whether the tokens are equal and their log-probabilities close: a prompt was computed in
+    other parts.
+    """
     same = found.ids == expected.ids and found.text == expected.text
     return same and np.allclose(found.log_probs, expected.log_probs, rtol=CLOSE, atol=CLOSE)
 

@@ -137,7 +137,7 @@ def stream(
 def completions(
     model: LanguageModel, prompts: Sequence[Prompt], speculate: int = 0, batch_size: int = 0
 ) -> Iterator[tuple[int, Completion]]:
-    """Yield the prompt's index and completion of encoded prompts, as each is done, longest first."""
+    """Yield index and completion of each encoded prompt as it is done, longest prompts first."""
     if not prompts:
         return
     num_slots = min(batch_size or len(prompts), len(prompts))
@@ -165,7 +165,7 @@ def warm_up(
     max_new_tokens: int | None = None,
     speculate: int = 0,
 ) -> None:
-    """Compile the programs of ``generate`` and ``stream`` ahead, not of a ``Conversation``'s later turns.
+    """Compile ahead for ``generate`` and ``stream``, not for later turns of a ``Conversation``.
 
     Example::
 

@@ -65,7 +65,7 @@ def _verify_drafts(
 def draft_tokens(
     tokens: Int[Array, "batch max_len"], lengths: Int[Array, "batch"], count: int
 ) -> tuple[Int[Array, "batch {count}"], Bool[Array, "batch"]]:
-    """Return the ``count`` tokens that followed an earlier match of each row's end, if there is one.
+    """Return ``count`` tokens that followed an earlier match of each row's end, if there is one.
 
     The last three of a row's first ``lengths`` tokens (else the last two) are looked up in the
     tokens before them. The longest match counts, and of several the latest. A continuation that

@@ -81,7 +81,7 @@ def write_chunk(cache: KVCache, chunk: Chunk, start: Any) -> KVCache:
 def score_chunk(
     params: DecodeParams, config: LlamaConfig, hidden: Float[Array, "1 seq embed"], targets: Any
 ) -> tuple[Array, tuple[Array, Array]]:
-    """Return log-probabilities of the next tokens ``[seq]``, and the most likely tokens with theirs."""
+    """Return log-probabilities of the next tokens ``[seq]``, and the most likely with theirs."""
     logits = build_model(config, params).logits(hidden)[0]
     log_probs = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     scores = jnp.take_along_axis(log_probs, jnp.asarray(targets)[:, None], axis=1)[:, 0]
@@ -90,7 +90,7 @@ def score_chunk(
 
 @functools.partial(jax.jit, donate_argnames="batch")
 def join(batch: DecodeBatch, one: DecodeBatch, computed_row: Any, row: Any) -> DecodeBatch:
-    """Put a batch of one row, whose cache row is ``computed_row``, into ``row`` of a larger batch."""
+    """Put a batch of one row, with row ``computed_row`` of its cache, into ``row`` of another."""
     put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=row, axis=0)
     length = jax.lax.dynamic_slice_in_dim(one.cache.lengths, computed_row, 1)
     keys = batch.cache.keys

@@ -94,7 +94,7 @@ def make_app(engine: EngineThread | None, config: HttpConfig, keys: Sequence[str
 
 
 def _responses(required: str, *others: str) -> dict[int | str, Json]:
-    """Describe a route's answer in the OpenAPI document: an object with these keys, or other media."""
+    """Describe an answer in the OpenAPI document: an object with these keys, or other media."""
     content = {"application/json": {"schema": {"type": "object", "required": required.split()}}}
     content |= {media: {} for media in others}  # a schema would be that of an event
     return {200: {"description": "as asked", "content": content}}

@@ -104,7 +104,7 @@ class EngineThread:
         self._thread.start()
 
     def _warm_up_requests(self) -> list[Request]:
-        """Return requests that use every program: all prompt lengths, a token, scores, cached chunks."""
+        """Return requests that use every program: for prompts, tokens, scores, cached chunks."""
         chunk = self._engine.chunk_tokens
         sizes = [MIN_CHUNK << power for power in range((chunk // MIN_CHUNK).bit_length())]
         # Prompts computed alone, of all padded lengths; and a chunk behind the first one, if this
@@ -189,7 +189,7 @@ class EngineThread:
             self._changed.notify()
 
     def fingerprint(self, model: str) -> str:
-        """Return a hash of what an answer depends on besides its request: weights, programs, device."""
+        """Return a hash of what answers depend on besides requests: weights, programs, device."""
         return self._fingerprints[model]
 
     def close(self, drain_s: float = 0.0) -> int:
@@ -343,6 +343,7 @@ def _context_that_fits(
     if num_chunks * CHUNK < min_tokens:
         raise UsageError(
             f"{config.slots} slots of {min_tokens} tokens take "
-            f"{min_tokens * token_bytes / 2**30:.2f} GiB, and there are {available / 2**30:.2f}: take fewer slots or a shorter context"
+            f"{min_tokens * token_bytes / 2**30:.2f} GiB, and there are "
+            f"{available / 2**30:.2f}: take fewer slots or a shorter context"
         )
     return min(context, num_chunks * CHUNK)

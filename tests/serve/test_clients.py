@@ -1,4 +1,6 @@
-"""What clients send as they are: defaults of the server, fields to ignore, answers to go on with; and clients together,
+"""What clients send as they are: defaults of the server, fields to ignore, answers to go on with.
+
+And clients together,
 who take turns, hold nobody else up, and learn nothing of each other's prompts.
 """
 
@@ -267,7 +269,8 @@ class InOrder(Asked):
 
 
 def test_clients_take_turns(engine):
-    """Sixteen answers for one client, then one for each of two others: they come after at most one answer more."""
+    """Sixteen answers for one client, then one for each of two others: they come after at most one
+    answer more."""
     order = []
     asked = [InOrder(engine, "many", order) for _ in range(16)]
     asked += [InOrder(engine, name, order) for name in ("few", "fewer")]
@@ -381,13 +384,16 @@ def test_a_prompt_that_is_too_long_is_refused_before_it_is_tokenized(engine, blo
             error = reply.json()["error"]
             assert error["code"] == "context_length_exceeded"
             assert (
-                "1024 tokens, the context that this server has, hold at most 5120: shorten the prompt"
-                in error["message"]
+                "1024 tokens, the context that this server has, hold at most 5120: shorten the "
+                "prompt" in error["message"]
             )
 
 
 def test_what_may_fit_is_tokenized(engine):
-    """As many characters as the longest tokens have; a special token is one token however long it is written."""
+    """As many characters as the longest tokens have.
+
+    A special token is one token however long it is written.
+    """
     model = served()
     longest = max(map(len, model.tokenizer.special_tokens))
     engine.check_text(model, "<unk>" * engine.context)

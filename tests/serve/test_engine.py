@@ -99,7 +99,8 @@ def test_answers_are_those_given_alone_bit_for_bit_and_nothing_compiles(
 
 @pytest.mark.parametrize(("slots", "context"), [(5, 700), (1, 420), (2, 60)])
 def test_nothing_compiles_after_the_start(slots, context):
-    """Whatever is asked: rows as long as no other test's, so that no program has been compiled for them before."""
+    """Whatever is asked: rows as long as no other test's, so that no program has been compiled for
+    them before."""
     before = num_compiled()
     engine = started(slots=slots, context=context, cache_tokens=4 * CHUNK)
     compiled = num_compiled()
@@ -395,7 +396,8 @@ def test_a_row_under_a_grammar_does_not_wait_for_long_blocks_of_others():
 
 
 def test_what_was_computed_for_nobody_is_not_taken_for_slow():
-    """A row that ends by itself leaves a block behind, which the next request finds when it comes much later."""
+    """A row that ends by itself leaves a block behind, which the next request finds when it comes
+    much later."""
     engine = Engine(served(), 2, context=256, block_s=0.025)
     ends = Request(
         encode_prompt(served(), Prompt("abc", SamplingParams(), 100, stop_ids=[*range(259)]))

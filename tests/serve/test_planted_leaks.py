@@ -1,4 +1,5 @@
-"""Where a row of the engine leaks into another, the comparison of answers alone and in company sees it."""
+"""Where a row of the engine leaks into another, the comparison of answers alone and in company sees
+it."""
 
 import dataclasses
 import hashlib

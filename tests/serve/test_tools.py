@@ -1,4 +1,5 @@
-"""Calls of tools: templates that are shown them, grammars that let only calls through, answers read piece by piece."""
+"""Calls of tools: templates that are shown them, grammars that let only calls through, answers read
+piece by piece."""
 
 import itertools
 import json
@@ -434,7 +435,8 @@ def test_smollm2_without_tools_is_its_own_template(count, system, prompt):
 
 @pytest.mark.parametrize("name", ["smollm2", "qwen2_5_training", "llama3_1", "llama3_2"])
 def test_calls_in_a_template_are_as_models_write_them(name):
-    """An answer's calls, given back as OpenAI's clients do, stand in the next prompt as the model wrote them."""
+    """An answer's calls, given back as OpenAI's clients do, stand in the next prompt as the model
+    wrote them."""
     its = find_dialect(STOCK[name])
     calls = [("weather", {"city": "Rome", "days": 2}), ("now", {})][: 2 if its.between else 1]
     text = written(its, calls)
@@ -608,7 +610,10 @@ def test_a_template_is_given_nothing_twice(name):
 
 @pytest.mark.real_weights
 def test_smollm2_calls_what_it_must():
-    """SmolLM2 would rather talk; where a call is required, one comes, with the arguments that the question gives."""
+    """SmolLM2 would rather talk.
+
+    Where a call is required, one comes, with the arguments that the question gives.
+    """
     model = jllama.load(real_file("SmolLM2-135M-Instruct.Q4_1.gguf"))
     assert dialect(model.chat_template) == SMOLLM2
     tokenizer, ends = model.text_tokenizer, end_of_turn_ids(model.text_tokenizer, model.stop_ids)
