@@ -57,6 +57,8 @@ _PROBLEM = {"type": "object", "required": ["error"], "properties": {"error": {"t
 _PROBLEMS = {"description": "what was wrong", "content": {"application/json": {"schema": _PROBLEM}}}
 _ERRORS = (HTTPException, RequestValidationError, JllamaError, Busy, RecursionError, Exception)
 _Queue = asyncio.Queue[tuple[int, Event]]
+_Put = Callable[[int, Event], None]
+_Events = AsyncIterator[tuple[int, Piece | Answer]]
 router = APIRouter()
 
 
@@ -150,7 +152,8 @@ async def embed(request: HttpRequest, body: protocol.Embedding) -> Response:
     return await _generate(request, pooled, functools.partial(embeddings, body))
 
 
-def _describe_model(engine: EngineThread, name: str) -> Json:
+def _describe_model(request: HttpRequest, name: str) -> Json:
+    engine = _engine(request)
     return {
         "id": name,
         "object": "model",
@@ -163,16 +166,14 @@ def _describe_model(engine: EngineThread, name: str) -> Json:
 @router.get("/v1/models", responses=_responses("object data"))
 async def models(request: HttpRequest) -> Response:
     """List the models."""
-    engine = _engine(request)
-    data = [_describe_model(engine, name) for name in engine.models]
+    data = [_describe_model(request, name) for name in _engine(request).models]
     return JSONResponse({"object": "list", "data": data})
 
 
 @router.get("/v1/models/{name:path}", responses=_responses("id object"))
 async def model(request: HttpRequest, name: str) -> Response:
     """Describe a model."""
-    engine = _engine(request)
-    return JSONResponse(_describe_model(engine, find_model(engine, name)[0]))
+    return JSONResponse(_describe_model(request, find_model(_engine(request), name)[0]))
 
 
 @router.post("/tokenize", dependencies=[Depends(_prepare)], responses=_responses("tokens count"))
@@ -459,7 +460,7 @@ def _submit(
     request: HttpRequest,
     engine: EngineThread,
     body: Chat | Continuation,
-    put: Callable[[int, Event], None],
+    put: _Put,
 ) -> Job:
     """Submit a request for each text; the end of the HTTP request cancels them."""
     job = make_job(engine, body)
@@ -473,7 +474,7 @@ def _submit(
 
 async def _events(
     request: HttpRequest, job: Job, queue: _Queue, answers: dict[int, Answer], begin_s: float
-) -> AsyncIterator[tuple[int, Piece | Answer]]:
+) -> _Events:
     """Yield events, and put answers into ``answers``, until all texts have ended.
 
     After ``PING_S`` without an event, yield an empty piece.
@@ -504,7 +505,7 @@ async def _stream(
     request: HttpRequest,
     job: Job,
     choices: Sequence[Choice],
-    events: AsyncIterator[tuple[int, Piece | Answer]],
+    events: _Events,
     answers: dict[int, Answer],
     show: Callable[[Json], str],
 ) -> AsyncIterator[str]:
@@ -534,7 +535,7 @@ async def _stream(
         yield stream_event({"type": "error"} | problem)
 
 
-async def _watch(request: HttpRequest, put: Callable[[int, Event], None]) -> None:
+async def _watch(request: HttpRequest, put: _Put) -> None:
     """Wait until the client leaves, and let its answer fail."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

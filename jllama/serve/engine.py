@@ -205,8 +205,8 @@ class EngineThread:
         if self._thread.is_alive():
             self._thread.join()
         unfinished = [*self._queue, *self._active.values()]
+        failure = Failure("the server is shutting down: the answer was broken off")
         for submission in unfinished:
-            failure = Failure("the server is shutting down: the answer was broken off")
             submission.deliver(failure)
         return len(unfinished)
 

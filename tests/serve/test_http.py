@@ -35,7 +35,7 @@ CALLING = """{% if tools %}{{ tools | tojson }}<tool_call>{"name": "f", "argumen
 {% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls %}
 <tool_call>{"name": {{ c.function.name | tojson }}, "arguments": {{ c.function.arguments | tojson }}}</tool_call>
 {% endfor %}
-{% endfor %}"""
+{% endfor %}"""  # noqa: E501
 MESSAGES = [{"role": "user", "content": "hello"}]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SCHEMA = {

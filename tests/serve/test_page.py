@@ -31,8 +31,8 @@ POLICY = (
     "'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-SWITCHES = """--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
---disable-component-update --disable-sync"""
+SWITCHES = """--no-sandbox --disable-gpu --disable-quic --no-first-run
+--disable-background-networking --disable-component-update --disable-sync"""
 SIZES = {"phone": {"width": 390, "height": 844}, "desk": {"width": 1280, "height": 900}}
 HOSTILE = """<script>window.ran = 1</script><img src=x onerror="window.ran = 1"><b>bold?</b>
 
@@ -51,7 +51,7 @@ HOSTILE = """<script>window.ran = 1</script><img src=x onerror="window.ran = 1">
 ```
 
 > # <img src=x onerror=window.ran=1>
-> - <object data=x> [__proto__](javascript:window.ran=1)"""
+> - <object data=x> [__proto__](javascript:window.ran=1)"""  # noqa: E501
 RICH = """# A heading
 
 Some **bold**, *italic*, ***both***, ~~gone~~, `code`, snake_case_name, 2 * 3 * 4 and a [link](https://example.com).
@@ -83,7 +83,7 @@ def f(x):
 | short |
 
 ---
-The end: https://example.com/page."""
+The end: https://example.com/page."""  # noqa: E501
 WORDS = (
     "The lighthouse keeper counted the ships again, as on every evening, and wrote their "
     "names into his book."
@@ -91,7 +91,7 @@ WORDS = (
 
 
 class Fake:
-    """A server whose answers follow from the last message; ``seen`` are the requests for answers."""
+    """A server whose answers follow from the last message; ``seen`` are requests for answers."""
 
     def __init__(self):
         self.key, self.loading, self.models, self.seen, self.left = (
@@ -899,7 +899,7 @@ LOOK = """() => {
   const scroll = document.getElementById('scroll');
   const wide = Math.max(document.documentElement.scrollWidth - innerWidth, scroll.scrollWidth - scroll.clientWidth);
   return {texts, outside, wide};
-}"""
+}"""  # noqa: E501
 
 
 def channels(text):
