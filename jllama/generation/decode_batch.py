@@ -19,7 +19,7 @@ from jllama.model import KVCache
 MAX_STOPS = 16
 """Stop ids of a row that the device knows.
 
-The host stops at all of them, though some steps later.
+The host stops at further ones as well, a few steps later.
 """
 _BUILT_IN = {"temperature", "logit_bias", "banned_ids", "seed"}
 

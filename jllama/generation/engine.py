@@ -327,7 +327,7 @@ class Engine:
     def _short_len(self, row: Row) -> int:
         """Return the length that a prompt is padded to if it is computed with others.
 
-        0 if it is computed alone.
+        The length is 0 if the prompt is computed alone.
         """
         request = row.request
         num_tokens = row.prefill_len
@@ -378,7 +378,7 @@ class Engine:
     def _prefill_chunk(self, row: Row) -> int:
         """Compute the next chunk of a prompt, or take it from the prefix cache.
 
-        Return the tokens computed.
+        Return how many tokens were computed, padding included.
         """
         request = row.request
         start = row.num_prefilled
@@ -430,7 +430,7 @@ class Engine:
     def _join(self, row: Row, cache: KVCache, computed_row: int) -> None:
         """Let a row decode whose prompt is in ``computed_row`` of a cache.
 
-        Or end it, if it generates nothing.
+        A row that generates nothing ends instead.
         """
         self._prefilling.remove(row)
         if row.is_complete:

@@ -1,6 +1,6 @@
 """Text from a model: complete, in pieces as they come, or many texts as each is done.
 
-All from the engine.
+The engine generates all of it.
 """
 
 import dataclasses

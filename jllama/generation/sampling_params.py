@@ -26,6 +26,7 @@ class SamplingParams:
     ``setting`` gives the field a range.
 
     Example:
+        >>> import jllama
         >>> jllama.SamplingParams(temperature=0.8, top_p=0.95).top_k
         0
 
@@ -98,6 +99,7 @@ class Prompt:
     Text gets a BOS token if the tokenizer adds one.
 
     Example:
+        >>> import jllama
         >>> jllama.Prompt("Once upon", jllama.SamplingParams(seed=1), max_new_tokens=50).stop
         ()
     """

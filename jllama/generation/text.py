@@ -165,7 +165,7 @@ class TextDecoder:
     def allowed(self) -> Int32[np.ndarray, "words"] | None:
         """Return one bit for each token that may come next, see ``Matcher``.
 
-        None without a grammar.
+        Return None if there is no grammar.
         """
         return self._matcher.allowed() if self._matcher else None
 

@@ -281,7 +281,8 @@ class Job(NamedTuple):
 def find_model(engine: EngineThread, name: str) -> tuple[str, LanguageModel]:
     """Return the name and the model, for an empty name the first.
 
-    ``UnknownModelError`` if it is not served.
+    Raises:
+        UnknownModelError: the model is not served.
     """
     name = name or next(iter(engine.models))
     if name not in engine.models:

@@ -16,7 +16,7 @@ Event = Piece | Answer | Failure
 Deliver = Callable[[Event], None]
 """Receives the events of one request in order, in the engine's thread.
 
-Returns at once, never raises.
+It must return at once, and not raise.
 """
 
 

@@ -37,7 +37,7 @@ class Dialect(NamedTuple):
 def find_dialect(template: str) -> Dialect | None:
     """Return how models with this chat template write calls.
 
-    None if they do not, or in another way.
+    Return None if they write none, or in another way.
 
     Llama 3.1 and 3.2 write a call as the whole answer. Hermes, Qwen and others put each call in
     ``<tool_call>`` tags. SmolLM2 puts a list of calls there; its own template takes no tools, and
@@ -237,7 +237,7 @@ class ToolParser:
     def _parse_calls(self, text: str, is_end: bool) -> tuple[list[Json], str] | None:
         """Return the calls that a text begins with, perhaps none, and the rest.
 
-        None if not decided yet.
+        Return None if the text does not decide it yet.
         """
         no_call = list[Json](), text
         body = text.lstrip()
