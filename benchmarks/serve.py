@@ -223,16 +223,16 @@ def measured(
         for warm_up in range(2):
             answer(url, words(-100 - warm_up, options.prompt_tokens), 8)
         for count in clients:
-            result[f"clients_{count}"] = found = under_load(url, count, options)
+            result[f"clients_{count}"] = row = under_load(url, count, options)
             say(
-                f"{server.name:28} {count:3} clients: first token {found['first_token_s']:7.3f} s, "
-                f"between {found['between_tokens_ms']:6.1f} ms (p95 "
-                f"{found['between_events_p95_ms']:6.1f}), "
-                f"{found['tokens_per_s']:6.1f} tokens/s of {found['new_tokens']:.0f} each"
+                f"{server.name:28} {count:3} clients: first token {row['first_token_s']:7.3f} s, "
+                f"between {row['between_tokens_ms']:6.1f} ms (p95 "
+                f"{row['between_events_p95_ms']:6.1f}), "
+                f"{row['tokens_per_s']:6.1f} tokens/s of {row['new_tokens']:.0f} each"
             )
         if prefix:
-            result["prefix"] = found = with_prefix(url, options)
-            say(f"{server.name:28} prefix: {found['first_s']:.3f} s, then {found['later_s']:.3f} s")
+            result["prefix"] = row = with_prefix(url, options)
+            say(f"{server.name:28} prefix: {row['first_s']:.3f} s, then {row['later_s']:.3f} s")
         result |= memory_mib(process)
         say(
             f"{server.name:28} memory: {result['rss_mib']:.0f} MiB, at most "
@@ -245,7 +245,7 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def ours(folder: Path, cache: Path, slots: int, *more: str, name: str = "") -> Server:
+def jllama_server(folder: Path, cache: Path, slots: int, *more: str, name: str = "") -> Server:
     command = (
         sys.executable,
         "-m",
@@ -265,7 +265,7 @@ def ours(folder: Path, cache: Path, slots: int, *more: str, name: str = "") -> S
     )
 
 
-def theirs(folder: Path, gguf: Path, options: argparse.Namespace) -> Iterator[Server]:
+def peers(folder: Path, gguf: Path, options: argparse.Namespace) -> Iterator[Server]:
     """The peers that are to be measured."""
     if options.llama_python:
         flags = (
@@ -332,9 +332,9 @@ def main() -> None:
         jllama.convert(options.checkpoint, folder, "hf", "float32")
         jllama.convert(options.checkpoint, gguf, "gguf", "float32")
         if options.jllama:
-            cold = ours(folder, cache, 4, name="jllama, 4 slots, cold")
-            four, sixteen = ours(folder, cache, 4), ours(folder, cache, 16)
-            uncached = ours(
+            cold = jllama_server(folder, cache, 4, name="jllama, 4 slots, cold")
+            four, sixteen = jllama_server(folder, cache, 4), jllama_server(folder, cache, 16)
+            uncached = jllama_server(
                 folder, cache, 4, "--cache_tokens", "0", name="jllama, 4 slots, no cache"
             )
             servers[cold.name] = measured(cold, (), options, prefix=False)
@@ -342,9 +342,9 @@ def main() -> None:
             servers[uncached.name] = measured(uncached, (), options, prefix=True)
             servers[sixteen.name] = measured(sixteen, options.clients, options, prefix=False)
             for slots in options.slots:
-                server = ours(folder, cache, slots)
+                server = jllama_server(folder, cache, slots)
                 servers[server.name] = measured(server, (1,), options, prefix=False)
-        for server in theirs(folder, gguf, options):
+        for server in peers(folder, gguf, options):
             servers[server.name] = measured(server, options.clients, options, prefix=True)
     result: dict[str, Any] = {
         "device": f"{platform.machine()}, {os.cpu_count()} cores, cpu",

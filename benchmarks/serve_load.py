@@ -178,10 +178,10 @@ class Choices:
         ``ValueError`` if a text goes on behind its end.
         """
         for choice in part["choices"]:
-            index, said = choice["index"], choice.get("delta") or choice.get("message") or choice
+            index, content = choice["index"], choice.get("delta") or choice.get("message") or choice
             if index in self.ends:
                 raise ValueError(f"text {index} went on behind its end")
-            self.texts[index] += said.get("content") or said.get("text") or ""
+            self.texts[index] += content.get("content") or content.get("text") or ""
             for name, values in (choice.get("logprobs") or {}).items():
                 self.log_probs[index][name] += values or []
             if choice.get("finish_reason"):
@@ -245,23 +245,23 @@ def work_as_client() -> None:
     """Ask for each line of stdin, and write what came of it."""
     for line in sys.stdin:
         try:
-            found = ask(**json.loads(line))
+            actual = ask(**json.loads(line))
         except TimeoutError:
-            found = {"error": "lost: no end came"}
+            actual = {"error": "lost: no end came"}
         except (OSError, http.client.HTTPException) as error:
-            found = {"broken": repr(error)}
+            actual = {"broken": repr(error)}
         except (ValueError, KeyError) as error:
-            found = {"error": f"no answer: {error!r}"}
-        print(json.dumps(found), flush=True)
+            actual = {"error": f"no answer: {error!r}"}
+        print(json.dumps(actual), flush=True)
 
 
 # What the clients' driver does.
 
 
-def differing(alone: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+def differing(alone: Mapping[str, Any], actual: Mapping[str, Any]) -> list[str]:
     """Return the names of what differs between two answers, log-probabilities to the last bit."""
     return sorted(
-        name for name in alone.keys() | found.keys() if alone.get(name) != found.get(name)
+        name for name in alone.keys() | actual.keys() if alone.get(name) != actual.get(name)
     )
 
 
@@ -404,19 +404,19 @@ class Load:
                 client.communicate()
                 self.count("client killed")
                 return start_client()
-            found = json.loads(client.stdout.readline())
-            if "broken" not in found or self.deaths == deaths:
+            actual = json.loads(client.stdout.readline())
+            if "broken" not in actual or self.deaths == deaths:
                 break
             self.count("asked again: the server was killed")
-        if "answer" in found:
-            differ = differing(self.alone[index], found["answer"])
+        if "answer" in actual:
+            differ = differing(self.alone[index], actual["answer"])
             self.count("equal to alone") if not differ else self.fault(
                 f"{way}: {', '.join(differ)} differ", index
             )
-        elif "left" in found:
+        elif "left" in actual:
             self.count("left")
         else:
-            self.fault(f"{way}: {found}", index)
+            self.fault(f"{way}: {actual}", index)
         return client
 
     def count(self, outcome: str) -> None:
@@ -443,10 +443,10 @@ def start_client() -> subprocess.Popen:
 
 def ask_or_stop(server: Server, request: Mapping[str, Any]) -> dict[str, Any]:
     """The answer to a request that must have one."""
-    found = ask(server.port, **request)
-    if "answer" not in found:
-        raise SystemExit(f"{request} was not answered: {found}\n{server.log.read_text()[-3000:]}")
-    return found["answer"]
+    actual = ask(server.port, **request)
+    if "answer" not in actual:
+        raise SystemExit(f"{request} was not answered: {actual}\n{server.log.read_text()[-3000:]}")
+    return actual["answer"]
 
 
 def by_tenths(memory: Sequence[tuple[int, float]], begin: int, end: int) -> list[float]:
@@ -486,14 +486,14 @@ def under_load(load: Load, total: int, seed: int) -> dict[str, Any]:
     seconds = time.monotonic() - begun
     idle = {"jllama_busy_slots": 0.0, "jllama_queued_requests": 0.0}
     for _ in range(100):
-        if all(load.server.metric(name) == wanted for name, wanted in idle.items()):
+        if all(load.server.metric(name) == expected for name, expected in idle.items()):
             break
         time.sleep(0.1)
     rss_mib = by_tenths(load.memory, kill_at, total)
     grown = rss_mib[-1] - rss_mib[len(rss_mib) // 2]
-    for name, wanted in idle.items():
-        if (found := load.server.metric(name)) != wanted:
-            load.fault(f"{name} is {found} when all is done", -1)
+    for name, expected in idle.items():
+        if (actual := load.server.metric(name)) != expected:
+            load.fault(f"{name} is {actual} when all is done", -1)
     if (mismatches := load.server.metric("jllama_replay_mismatches_total")) != 0:
         load.fault(f"{mismatches} answers differed when the server made them again", -1)
     if grown > MOST_GROWTH_MIB:
@@ -561,10 +561,10 @@ def main() -> int:
             started(Server(folder, *served, "--cache_tokens", "0")) as server,
             ThreadPoolExecutor(8) as pool,
         ):
-            for index, found in enumerate(
+            for index, actual in enumerate(
                 pool.map(lambda request: ask_or_stop(server, request), requests)
             ):
-                differ = differing(alone[index], found)
+                differ = differing(alone[index], actual)
                 load.fault(
                     f"without a cache: {', '.join(differ)} differ", index
                 ) if differ else load.count("no cache")

@@ -183,14 +183,14 @@ class ToolParser:
         self._max_calls = _MAX_CALLS if parallel and dialect.between else 1
         self._state = _State.TEXT if dialect.before else _State.CALL
         self._before = ""  # text before the mark
-        self._held = ""  # behind that, what is not decided yet
+        self._pending = ""  # behind that, what is not decided yet
 
     def push(self, text: str, is_end: bool = False) -> list[str | Json]:
         """Add more of the answer.
 
         Return the texts and calls that are certain, at its end all of them.
         """
-        self._held += text
+        self._pending += text
         pieces: list[str | Json] = []
         state = None
         while state is not self._state:
@@ -200,37 +200,37 @@ class ToolParser:
 
     def _read_text(self, is_end: bool) -> str:
         """TEXT, REST: return the text that is certain; a mark leads to CALL."""
-        held = self._held
-        mark_start = held.find(self._mark) if self._state is _State.TEXT else -1
+        pending = self._pending
+        mark_start = pending.find(self._mark) if self._state is _State.TEXT else -1
         if mark_start >= 0:
-            self._before = held[:mark_start]
-            self._held = held[mark_start + len(self._mark) :]
+            self._before = pending[:mark_start]
+            self._pending = pending[mark_start + len(self._mark) :]
             self._state = _State.CALL
             return ""
         if is_end:
-            self._held = ""
-            return "" if self.calls and held.isspace() else held
+            self._pending = ""
+            return "" if self.calls and pending.isspace() else pending
         # Hold back what may be the beginning of a mark, and the white space before it.
         num_mark = len(self._mark)
-        while not held.endswith(self._mark[:num_mark]):
+        while not pending.endswith(self._mark[:num_mark]):
             num_mark -= 1
-        text = held[: len(held) - num_mark].rstrip()
-        self._held = held[len(text) :]
+        text = pending[: len(pending) - num_mark].rstrip()
+        self._pending = pending[len(text) :]
         return text
 
     def _read_call(self, is_end: bool) -> list[str | Json]:
         """CALL: return the text before it and the calls, or all of it as text if it is no call."""
         before = self._before
         text = before.rstrip()
-        result = self._parse_calls(self._held, is_end)
+        result = self._parse_calls(self._pending, is_end)
         if result is None:
             self._before = before[len(text) :]
             return [text]
         calls, rest = result
-        used = self._held[: len(self._held) - len(rest)]
+        used = self._pending[: len(self._pending) - len(rest)]
         self.calls += calls
         self._before = ""
-        self._held = rest
+        self._pending = rest
         self._state = _State.TEXT if self._mark else _State.REST
         return [text, *calls] if calls else [before + self._mark + used]
 
