@@ -2,10 +2,11 @@
 
     python benchmarks/fuzz_fields.py --requests 2000
 
-The fields are those of the server's own OpenAPI document. Each request is a valid one in which one to three fields, at
-any depth, have a value of another type, size or range (seeded, so a number names a request for ever). Each answer must
-be JSON, or a stream of JSON, with a status below 500; an error must say what is wrong in a sentence. After every
-hundred requests the server must still answer a valid one. Writes benchmarks/results/fuzz_fields.json.
+The fields are those of the server's own OpenAPI document. Each request is a valid one in which one
+to three fields, at any depth, have a value of another type, size or range (seeded, so a number
+names a request for ever). Each answer must be JSON, or a stream of JSON, with a status below 500;
+an error must say what is wrong in a sentence. After every hundred requests the server must still
+answer a valid one. Writes benchmarks/results/fuzz_fields.json.
 """
 
 from __future__ import annotations
@@ -187,7 +188,8 @@ def main() -> None:
                 counts[str(status)] += 1
                 if fault := fault_in(status, kind, text):
                     faults.append(
-                        f"request {number}, {path}: {fault}: {json.dumps(body)[:300]}: {text[:300]!r}"
+                        f"request {number}, {path}: {fault}: {json.dumps(body)[:300]}: "
+                        f"{text[:300]!r}"
                     )
                 if number % 100 == 99:
                     status, _, _ = ask(server.port, path, BODIES[path])

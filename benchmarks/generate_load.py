@@ -1,15 +1,21 @@
-"""Thousands of texts by `jllama.generate`, in every company: each must be the one that comes out alone.
+"""Thousands of texts by `jllama.generate`, in every company: each must be the one that comes out
+alone.
 
     python benchmarks/generate_load.py --texts 2000
 
-A small random model generates drawn batches, conversations and files of prompts, with settings of every kind, prompts
-that are equal or begin alike, and batches smaller than the number of prompts, in float32 and in bfloat16.
+A small random model generates drawn batches, conversations and files of prompts, with settings of
+every kind, prompts that are equal or begin alike, and batches smaller than the number of prompts,
+in float32 and in bfloat16.
 
-- **batches**: tokens and log-probabilities are, to the last bit, those of the prompt alone in as many slots.
-- **files**: so are those of files of prompts that go through a few slots, whatever was generated in them before.
+- **batches**: tokens and log-probabilities are, to the last bit, those of the prompt alone in as
+  many slots.
+- **files**: so are those of files of prompts that go through a few slots, whatever was generated in
+  them before.
 - **speculate**: guessing tokens changes none (float32).
-- **chats**: each answer of a `Conversation`, which goes on from what it has computed, some of them broken off or taken
-  back, is that of `chat` with the same messages (float32: the same tokens, log-probabilities to 1e-4).
+- **chats**: each answer of a `Conversation`, which goes on from what it has computed, some of them
+  broken off or taken
+  back, is that of `chat` with the same messages (float32: the same tokens, log-probabilities to
+  1e-4).
 
 Writes benchmarks/results/generate_load.json, with each fault.
 """
@@ -88,20 +94,20 @@ def batches(models: dict[str, jllama.LanguageModel], rng: random.Random) -> list
     """A batch, all at once: whether each text is the one that comes out alone."""
     dtype, model = rng.choice([*models.items()])
     prompts = [some_prompt(rng) for _ in range(SLOTS)]
-    found = jllama.generate(model, prompts)
+    actual = jllama.generate(model, prompts)
     expected = [alone(model, prompt) for prompt in prompts]
-    return [(f"batch, {dtype}", pair[0] == pair[1]) for pair in zip(found, expected, strict=True)]
+    return [(f"batch, {dtype}", pair[0] == pair[1]) for pair in zip(actual, expected, strict=True)]
 
 
 def files(models: dict[str, jllama.LanguageModel], rng: random.Random) -> list[tuple[str, bool]]:
     """What a file of prompts goes through: more prompts than slots."""
     dtype, model = rng.choice([*models.items()])
     prompts = [some_prompt(rng) for _ in range(rng.randint(8, 16))]
-    found = dict(
+    actual = dict(
         completions(model, [encode_prompt(model, prompt) for prompt in prompts], batch_size=SLOTS)
     )
     return [
-        (f"file, {dtype}", found[index] == alone(model, prompt))
+        (f"file, {dtype}", actual[index] == alone(model, prompt))
         for index, prompt in enumerate(prompts)
     ]
 
@@ -150,10 +156,12 @@ def result_of(generator: Any) -> Completion:
             return end.value
 
 
-def same_text(found: Completion, expected: Completion) -> bool:
-    """Whether the tokens are equal and their log-probabilities close: a prompt was computed in other parts."""
-    same = found.ids == expected.ids and found.text == expected.text
-    return same and np.allclose(found.log_probs, expected.log_probs, rtol=CLOSE, atol=CLOSE)
+def same_text(actual: Completion, expected: Completion) -> bool:
+    """Whether the tokens are equal and their log-probabilities close: a prompt was computed in
+    other parts.
+    """
+    same = actual.ids == expected.ids and actual.text == expected.text
+    return same and np.allclose(actual.log_probs, expected.log_probs, rtol=CLOSE, atol=CLOSE)
 
 
 def main() -> None:
@@ -173,8 +181,8 @@ def main() -> None:
         narrow = jllama.load(Path(folder) / "small", dtype="bfloat16")
     models = {"float32": model.for_decoding(), "bfloat16": narrow.for_decoding()}
     models = {
-        name: dataclasses.replace(each, stop_ids=each.stop_ids or (2,))
-        for name, each in models.items()
+        name: dataclasses.replace(model, stop_ids=model.stop_ids or (2,))
+        for name, model in models.items()
     }
     outcomes: collections.Counter[str] = collections.Counter()
     faults = []

@@ -1,11 +1,13 @@
-"""`jllama serve` beside llama.cpp's server and `transformers serve`: the same float32 weights, prompts, cores and run.
+"""`jllama serve` beside llama.cpp's server and `transformers serve`: the same float32 weights,
+prompts, cores and run.
 
     python benchmarks/serve.py smollm2/ --llama_python llama/bin/python
 
-prints a table and writes benchmarks/results/serve.json. llama.cpp's server is that of `llama-cpp-python[server]`, which
-may be in an environment of its own. The servers run one after the other. Each client is a thread that reads a stream;
-prompts are random words, no two the same, greedy; an answer that ends early counts as many tokens as came. Medians of
-requests; the first answers of a server are not counted.
+prints a table and writes benchmarks/results/serve.json. llama.cpp's server is that of
+`llama-cpp-python[server]`, which may be in an environment of its own. The servers run one after the
+other. Each client is a thread that reads a stream; prompts are random words, no two the same,
+greedy; an answer that ends early counts as many tokens as came. Medians of requests; the first
+answers of a server are not counted.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ import jllama
 
 CORES, CONTEXT, START_LIMIT_S = 2, 2048, 300
 WORDS = """
-    river stone light garden winter music paper bridge silver forest morning window letter ocean candle mountain summer
-    shadow voice village copper engine harbor island journey kitchen ladder market needle orange pencil
+    river stone light garden winter music paper bridge silver forest morning window letter ocean
+    candle mountain summer shadow voice village copper engine harbor island journey kitchen ladder
+    market needle orange pencil
 """
 
 
@@ -66,7 +69,7 @@ class Timing(NamedTuple):
 
     @property
     def between_s(self) -> float:
-        """Between two tokens: the first event may bring several, as many as the others in the mean."""
+        """Between two tokens; the first event counts as many tokens as the others on average."""
         events = len(self.gaps_s) + 1
         return sum(self.gaps_s) / max(events - 1, 1) * events / self.tokens
 
@@ -85,7 +88,10 @@ def words(seed: int, count: int) -> str:
 
 
 def answer(url: Url, prompt: str, new_tokens: int) -> Timing:
-    """Stream a completion; ``OSError`` if the server is not ready yet, ``RuntimeError`` if it refuses."""
+    """Stream a completion.
+
+    ``OSError`` if the server is not ready yet, ``RuntimeError`` if it refuses.
+    """
     body = {
         "model": url.model,
         "prompt": prompt,
@@ -197,7 +203,9 @@ def under_load(url: Url, clients: int, options: argparse.Namespace) -> dict[str,
 
 
 def with_prefix(url: Url, options: argparse.Namespace) -> dict[str, float]:
-    """Time to the first token behind a long prefix: at first, and then with other words behind the same prefix."""
+    """Time to the first token behind a long prefix: at first, and then with other words behind the
+    same prefix.
+    """
     prefix = words(-1, options.prefix_tokens)
     first, *later = (
         answer(url, f"{prefix} {words(-2 - turn, 16)}", 8).first_s
@@ -215,18 +223,20 @@ def measured(
         for warm_up in range(2):
             answer(url, words(-100 - warm_up, options.prompt_tokens), 8)
         for count in clients:
-            result[f"clients_{count}"] = found = under_load(url, count, options)
+            result[f"clients_{count}"] = row = under_load(url, count, options)
             say(
-                f"{server.name:28} {count:3} clients: first token {found['first_token_s']:7.3f} s, "
-                f"between {found['between_tokens_ms']:6.1f} ms (p95 {found['between_events_p95_ms']:6.1f}), "
-                f"{found['tokens_per_s']:6.1f} tokens/s of {found['new_tokens']:.0f} each"
+                f"{server.name:28} {count:3} clients: first token {row['first_token_s']:7.3f} s, "
+                f"between {row['between_tokens_ms']:6.1f} ms (p95 "
+                f"{row['between_events_p95_ms']:6.1f}), "
+                f"{row['tokens_per_s']:6.1f} tokens/s of {row['new_tokens']:.0f} each"
             )
         if prefix:
-            result["prefix"] = found = with_prefix(url, options)
-            say(f"{server.name:28} prefix: {found['first_s']:.3f} s, then {found['later_s']:.3f} s")
+            result["prefix"] = row = with_prefix(url, options)
+            say(f"{server.name:28} prefix: {row['first_s']:.3f} s, then {row['later_s']:.3f} s")
         result |= memory_mib(process)
         say(
-            f"{server.name:28} memory: {result['rss_mib']:.0f} MiB, at most {result['peak_mib']:.0f}"
+            f"{server.name:28} memory: {result['rss_mib']:.0f} MiB, at most "
+            f"{result['peak_mib']:.0f}"
         )
     return result
 
@@ -235,7 +245,7 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def ours(folder: Path, cache: Path, slots: int, *more: str, name: str = "") -> Server:
+def jllama_server(folder: Path, cache: Path, slots: int, *more: str, name: str = "") -> Server:
     command = (
         sys.executable,
         "-m",
@@ -255,10 +265,13 @@ def ours(folder: Path, cache: Path, slots: int, *more: str, name: str = "") -> S
     )
 
 
-def theirs(folder: Path, gguf: Path, options: argparse.Namespace) -> Iterator[Server]:
+def peers(folder: Path, gguf: Path, options: argparse.Namespace) -> Iterator[Server]:
     """The peers that are to be measured."""
     if options.llama_python:
-        flags = f"--n_ctx {CONTEXT} --n_threads {CORES} --n_threads_batch {CORES} --logits_all false --verbose false"
+        flags = (
+            f"--n_ctx {CONTEXT} --n_threads {CORES} --n_threads_batch {CORES} --logits_all "
+            f"false --verbose false"
+        )
         command = (
             options.llama_python,
             "-m",
@@ -267,7 +280,10 @@ def theirs(folder: Path, gguf: Path, options: argparse.Namespace) -> Iterator[Se
             str(gguf),
             *flags.split(),
         )
-        remark = "one request at a time (interrupt_requests off: they wait); the last prompt's prefix is kept"
+        remark = (
+            "one request at a time (interrupt_requests off: they wait); the last prompt's "
+            "prefix is kept"
+        )
         yield Server(
             "llama-cpp-python", (*command, "--interrupt_requests", "false"), "any", remark=remark
         )
@@ -316,9 +332,9 @@ def main() -> None:
         jllama.convert(options.checkpoint, folder, "hf", "float32")
         jllama.convert(options.checkpoint, gguf, "gguf", "float32")
         if options.jllama:
-            cold = ours(folder, cache, 4, name="jllama, 4 slots, cold")
-            four, sixteen = ours(folder, cache, 4), ours(folder, cache, 16)
-            uncached = ours(
+            cold = jllama_server(folder, cache, 4, name="jllama, 4 slots, cold")
+            four, sixteen = jllama_server(folder, cache, 4), jllama_server(folder, cache, 16)
+            uncached = jllama_server(
                 folder, cache, 4, "--cache_tokens", "0", name="jllama, 4 slots, no cache"
             )
             servers[cold.name] = measured(cold, (), options, prefix=False)
@@ -326,9 +342,9 @@ def main() -> None:
             servers[uncached.name] = measured(uncached, (), options, prefix=True)
             servers[sixteen.name] = measured(sixteen, options.clients, options, prefix=False)
             for slots in options.slots:
-                server = ours(folder, cache, slots)
+                server = jllama_server(folder, cache, slots)
                 servers[server.name] = measured(server, (1,), options, prefix=False)
-        for server in theirs(folder, gguf, options):
+        for server in peers(folder, gguf, options):
             servers[server.name] = measured(server, options.clients, options, prefix=True)
     result: dict[str, Any] = {
         "device": f"{platform.machine()}, {os.cpu_count()} cores, cpu",

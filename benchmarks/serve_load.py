@@ -1,13 +1,15 @@
-"""Thousands of requests to one `jllama serve`, in every company: each answer must be the one that it gives alone.
+"""Thousands of requests to one `jllama serve`, in every company: each answer must be the one that
+it gives alone.
 
     python benchmarks/serve_load.py --requests 10000
 
-Distinct requests are answered alone, one after the other, by a server of a small random model and an adapter of it,
-which keeps few prefixes. Then they come at random moments from up to 32 client processes: streamed or not, some clients
-leave before the first byte or in the middle, some are killed, and so is the server (SIGKILL), which is started again.
-Every answer that a client lived to see must have one end and be equal, to the last bit of its log-probabilities, to the
-one given alone; so must those of a server that keeps no prefixes. In the end no slot may be busy and the server's
-memory no larger. Writes benchmarks/results/serve_load.json.
+Distinct requests are answered alone, one after the other, by a server of a small random model and
+an adapter of it, which keeps few prefixes. Then they come at random moments from up to 32 client
+processes: streamed or not, some clients leave before the first byte or in the middle, some are
+killed, and so is the server (SIGKILL), which is started again. Every answer that a client lived to
+see must have one end and be equal, to the last bit of its log-probabilities, to the one given
+alone; so must those of a server that keeps no prefixes. In the end no slot may be busy and the
+server's memory no larger. Writes benchmarks/results/serve_load.json.
 """
 
 from __future__ import annotations
@@ -44,8 +46,14 @@ WAYS = {
     "leaves before the first byte": 0.06,
     "killed": 0.01,
 }
-WORDS = "a river of stone and light in the garden where winter plays music on paper bridges until morning comes"
-TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}<assistant>"
+WORDS = (
+    "a river of stone and light in the garden where winter plays music on paper bridges "
+    "until morning comes"
+)
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor "
+    "%}<assistant>"
+)
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -58,7 +66,10 @@ SCHEMA = {
 
 
 def save_small_model(folder: Path) -> None:
-    """A random model of bytes, with weights under which mistakes show, and a chat template; and an adapter of it."""
+    """A random model of bytes, with weights under which mistakes show, and a chat template.
+
+    And an adapter of it.
+    """
     import numpy as np
 
     from jllama import LanguageModel, LlamaConfig, save
@@ -162,12 +173,15 @@ class Choices:
         self.rest: dict[str, Any] = {}
 
     def add(self, part: Mapping[str, Any]) -> None:
-        """Take an event of a stream, or a whole answer; ``ValueError`` if a text goes on behind its end."""
+        """Take an event of a stream, or a whole answer.
+
+        ``ValueError`` if a text goes on behind its end.
+        """
         for choice in part["choices"]:
-            index, said = choice["index"], choice.get("delta") or choice.get("message") or choice
+            index, content = choice["index"], choice.get("delta") or choice.get("message") or choice
             if index in self.ends:
                 raise ValueError(f"text {index} went on behind its end")
-            self.texts[index] += said.get("content") or said.get("text") or ""
+            self.texts[index] += content.get("content") or content.get("text") or ""
             for name, values in (choice.get("logprobs") or {}).items():
                 self.log_probs[index][name] += values or []
             if choice.get("finish_reason"):
@@ -193,11 +207,12 @@ class Choices:
 def ask(
     port: int, path: str, body: Mapping[str, Any], leaves_after: float | None = None
 ) -> dict[str, Any]:
-    """Send a request and read its answer: ``{"answer"}``, ``{"status"}`` if refused, or ``{"left": true}``.
+    """Send a request and read its answer: ``{"answer"}``, ``{"status"}`` if refused, or ``{"left":
+    true}``.
 
-    ``leaves_after`` closes the connection: below 1, so many seconds after the request is sent; else, after so many
-    lines of a stream. Raises ``OSError`` or ``HTTPException`` if the connection breaks, ``ValueError`` if the answer
-    has no end, or more than one.
+    ``leaves_after`` closes the connection: below 1, so many seconds after the request is sent;
+    else, after so many lines of a stream. Raises ``OSError`` or ``HTTPException`` if the connection
+    breaks, ``ValueError`` if the answer has no end, or more than one.
     """
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
     try:
@@ -230,23 +245,23 @@ def work_as_client() -> None:
     """Ask for each line of stdin, and write what came of it."""
     for line in sys.stdin:
         try:
-            found = ask(**json.loads(line))
+            actual = ask(**json.loads(line))
         except TimeoutError:
-            found = {"error": "lost: no end came"}
+            actual = {"error": "lost: no end came"}
         except (OSError, http.client.HTTPException) as error:
-            found = {"broken": repr(error)}
+            actual = {"broken": repr(error)}
         except (ValueError, KeyError) as error:
-            found = {"error": f"no answer: {error!r}"}
-        print(json.dumps(found), flush=True)
+            actual = {"error": f"no answer: {error!r}"}
+        print(json.dumps(actual), flush=True)
 
 
 # What the clients' driver does.
 
 
-def differing(alone: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """The names of what differs between two answers, by value: log-probabilities to the last bit."""
+def differing(alone: Mapping[str, Any], actual: Mapping[str, Any]) -> list[str]:
+    """Return the names of what differs between two answers, log-probabilities to the last bit."""
     return sorted(
-        name for name in alone.keys() | found.keys() if alone.get(name) != found.get(name)
+        name for name in alone.keys() | actual.keys() if alone.get(name) != actual.get(name)
     )
 
 
@@ -339,7 +354,9 @@ class Load:
         self.most_at_once = self.under_way = 0
 
     def drive(self, number: int, seed: int) -> None:
-        """Take jobs, as long as there are any, for a client process that is started again when it was killed."""
+        """Take jobs, as long as there are any, for a client process that is started again when it
+        was killed.
+        """
         rng, client = random.Random(seed), start_client()
         while True:
             with self.lock:
@@ -387,19 +404,19 @@ class Load:
                 client.communicate()
                 self.count("client killed")
                 return start_client()
-            found = json.loads(client.stdout.readline())
-            if "broken" not in found or self.deaths == deaths:
+            actual = json.loads(client.stdout.readline())
+            if "broken" not in actual or self.deaths == deaths:
                 break
             self.count("asked again: the server was killed")
-        if "answer" in found:
-            differ = differing(self.alone[index], found["answer"])
+        if "answer" in actual:
+            differ = differing(self.alone[index], actual["answer"])
             self.count("equal to alone") if not differ else self.fault(
                 f"{way}: {', '.join(differ)} differ", index
             )
-        elif "left" in found:
+        elif "left" in actual:
             self.count("left")
         else:
-            self.fault(f"{way}: {found}", index)
+            self.fault(f"{way}: {actual}", index)
         return client
 
     def count(self, outcome: str) -> None:
@@ -413,7 +430,7 @@ class Load:
         say(self.faults[-1])
 
     def watch(self, until: int, threads: Sequence[threading.Thread]) -> None:
-        """Sample the server's memory until so many requests were taken, or nobody takes any more."""
+        """Sample the server's memory until this many requests were taken, or nobody takes any."""
         while self.issued < until and any(thread.is_alive() for thread in threads):
             self.memory.append((self.issued, self.server.rss_mib()))
             time.sleep(0.2)
@@ -426,14 +443,17 @@ def start_client() -> subprocess.Popen:
 
 def ask_or_stop(server: Server, request: Mapping[str, Any]) -> dict[str, Any]:
     """The answer to a request that must have one."""
-    found = ask(server.port, **request)
-    if "answer" not in found:
-        raise SystemExit(f"{request} was not answered: {found}\n{server.log.read_text()[-3000:]}")
-    return found["answer"]
+    actual = ask(server.port, **request)
+    if "answer" not in actual:
+        raise SystemExit(f"{request} was not answered: {actual}\n{server.log.read_text()[-3000:]}")
+    return actual["answer"]
 
 
 def by_tenths(memory: Sequence[tuple[int, float]], begin: int, end: int) -> list[float]:
-    """What a server holds in each tenth of its requests, in MiB; tenths without a sample are left out."""
+    """What a server holds in each tenth of its requests, in MiB.
+
+    Tenths without a sample are left out.
+    """
     tenths: dict[int, list[float]] = collections.defaultdict(list)
     for issued, mib in memory:
         tenths[min(10 * (issued - begin) // max(end - begin, 1), 9)].append(mib)
@@ -441,7 +461,10 @@ def by_tenths(memory: Sequence[tuple[int, float]], begin: int, end: int) -> list
 
 
 def under_load(load: Load, total: int, seed: int) -> dict[str, Any]:
-    """All requests, with the server killed after a quarter of them; what there is to say about the server's end."""
+    """All requests, with the server killed after a quarter of them.
+
+    What there is to say about the server's end.
+    """
     load.total, kill_at = total, total // 4
     threads = [
         threading.Thread(target=load.drive, args=(number, seed + number))
@@ -463,14 +486,14 @@ def under_load(load: Load, total: int, seed: int) -> dict[str, Any]:
     seconds = time.monotonic() - begun
     idle = {"jllama_busy_slots": 0.0, "jllama_queued_requests": 0.0}
     for _ in range(100):
-        if all(load.server.metric(name) == wanted for name, wanted in idle.items()):
+        if all(load.server.metric(name) == expected for name, expected in idle.items()):
             break
         time.sleep(0.1)
     rss_mib = by_tenths(load.memory, kill_at, total)
     grown = rss_mib[-1] - rss_mib[len(rss_mib) // 2]
-    for name, wanted in idle.items():
-        if (found := load.server.metric(name)) != wanted:
-            load.fault(f"{name} is {found} when all is done", -1)
+    for name, expected in idle.items():
+        if (actual := load.server.metric(name)) != expected:
+            load.fault(f"{name} is {actual} when all is done", -1)
     if (mismatches := load.server.metric("jllama_replay_mismatches_total")) != 0:
         load.fault(f"{mismatches} answers differed when the server made them again", -1)
     if grown > MOST_GROWTH_MIB:
@@ -538,10 +561,10 @@ def main() -> int:
             started(Server(folder, *served, "--cache_tokens", "0")) as server,
             ThreadPoolExecutor(8) as pool,
         ):
-            for index, found in enumerate(
+            for index, actual in enumerate(
                 pool.map(lambda request: ask_or_stop(server, request), requests)
             ):
-                differ = differing(alone[index], found)
+                differ = differing(alone[index], actual)
                 load.fault(
                     f"without a cache: {', '.join(differ)} differ", index
                 ) if differ else load.count("no cache")
@@ -560,11 +583,15 @@ def main() -> int:
     options.result.write_text(json.dumps(result, indent=2) + "\n")
     counts = load.counts
     print(
-        f"{options.requests} requests, {facts['most_at_once']} at once at most, in {facts['seconds']:.0f} s: "
+        f"{options.requests} requests, {facts['most_at_once']} at once at most, in "
+        f"{facts['seconds']:.0f} s: "
         f"{counts['equal to alone']} answers equal to alone, {counts['left']} clients left, "
-        f"{counts['client killed']} were killed, {counts['asked again: the server was killed']} asked again after the "
-        f"server was killed; {counts['no cache']} of {options.distinct} equal without a cache; memory "
-        f"{facts['rss_growth_in_second_half_mib']:+.1f} MiB in the second half; {counts['faults']} faults"
+        f"{counts['client killed']} were killed, {counts['asked again: the server was killed']} "
+        f"asked again after the "
+        f"server was killed; {counts['no cache']} of {options.distinct} equal without a cache; "
+        f"memory "
+        f"{facts['rss_growth_in_second_half_mib']:+.1f} MiB in the second half; "
+        f"{counts['faults']} faults"
     )
     ended = counts["equal to alone"] + counts["left"] + counts["client killed"] + counts["faults"]
     return int(bool(counts["faults"]) or ended < options.requests)

@@ -14,7 +14,8 @@ WAIT_S = 600
 
 
 def random_request(model, number, name="small"):
-    """The request of a number: long and short, greedy and not, with penalties, stops, biases and likeliest tokens."""
+    """The request of a number: long and short, greedy and not, with penalties, stops, biases and
+    likeliest tokens."""
     draws = random.Random(number)
     text = PREFIX[: draws.choice([0, 0, 300, 555])] + "".join(
         draws.choices("abc defg", k=draws.choice([0, 3, 20, 150]))
@@ -57,7 +58,10 @@ class Asked:
         return self.events[-1]
 
     def answer(self):
-        """The answer, whose pieces are its text and tokens; how much came from the cache is not part of it."""
+        """The answer, whose pieces are its text and tokens.
+
+        How much came from the cache is not part of it.
+        """
         end, pieces = self.end(), [event for event in self.events if isinstance(event, Piece)]
         assert isinstance(end, Answer), end
         assert "".join(piece.text for piece in pieces) == end.completion.text

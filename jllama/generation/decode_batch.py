@@ -1,6 +1,6 @@
-"""A batch of rows that are being generated: what the device keeps of them, and how each gets its next token."""
+"""The batch of rows being generated: its arrays, and how each row gets its next token."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, get_type_hints
 
 import jax
@@ -16,29 +16,29 @@ from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.language_model import LanguageModel
 from jllama.model import KVCache
 
-_STOP_MULTIPLE = 8
+MAX_STOPS = 16
+"""Stop ids of a row that the device knows.
+
+The host stops at further ones as well, a few steps later.
+"""
 _BUILT_IN = {"temperature", "logit_bias", "banned_ids", "seed"}
 
 
 class DecodeBatch(NamedTuple):
-    """The rows of a batch on the device; the last five fields change on the host alone."""
+    """The rows of a batch on the device; only the host changes the last five fields."""
 
-    cache: KVCache  # of all tokens but each row's last
-    tokens: Int[Array, "batch max_len"]  # the prompt and what was generated
-    log_probs: Float[Array, "batch max_len"]  # of the generated ones, from the raw logits, in nats
+    cache: KVCache  # of all tokens but the last one of each row
+    tokens: Int[Array, "batch max_len"]  # prompt and generated tokens
+    log_probs: Float[Array, "batch max_len"]  # of generated tokens, from the raw logits, in nats
     counts: Int[Array, "batch vocab"]  # how often each token was generated
     finished: Bool[Array, "batch"]
-    drafted: Int[Array, "batch"]  # tokens that prompt lookup guessed so far
+    drafted: Int[Array, "batch"]  # tokens that prompt lookup drafted so far
     accepted: Int[Array, "batch"]  # those of them that were right
     seen: Bool[Array, "batch vocab"]  # tokens of the prompt
-    settings: dict[
-        str, Shaped[Array, "batch ..."]
-    ]  # fields of SamplingParams; those of token ids are [batch, vocab]
+    settings: dict[str, Shaped[Array, "batch ..."]]  # SamplingParams; [batch, vocab] for token ids
     stop_ids: Int[Array, "batch stops"]  # a row ends when it draws one; padded with -1
     limits: Int[Array, "batch"]  # the lengths at which the rows end
-    allowed: Int32[
-        Array, "batch words"
-    ]  # a bit a token: what a grammar lets come next, set before each step
+    allowed: Int32[Array, "batch words"]  # one bit a token: what a grammar allows at the next step
 
 
 def make_batch(
@@ -46,73 +46,67 @@ def make_batch(
     prompts: Sequence[Prompt],
     cache: KVCache,
     max_len: int,
-    min_stops: int = 1,
-    sampling_types: frozenset[type[SamplingParams]] = frozenset(),
-    context: int = 0,
+    sampling_types: Iterable[type[SamplingParams]],
+    context: int,
 ) -> DecodeBatch:
-    """The rows of these prompts, whose tokens but the last are in the cache; ids that no token has are banned.
+    """Return the rows of prompts whose tokens but the last are in the cache.
 
-    There is room for the stop ids of each prompt, and for ``min_stops`` at least; and settings of ``sampling_types``
-    beside those of the prompts. Rows end at ``context`` tokens, which may be more than there is room for yet; 0: the
-    model's.
+    Ids that the tokenizer does not have are banned.
+
+    Args:
+        model: the model.
+        prompts: one prompt a row.
+        cache: keys and values; other caches may replace it.
+        max_len: room for tokens in each row.
+        sampling_types: the classes whose fields become ``settings``; a row has the defaults of
+            those that its own class lacks.
+        context: the length at which rows end; it may exceed ``max_len``.
     """
-    config, rows, stops = model.config, len(prompts), [prompt.stop_ids or () for prompt in prompts]
-    limits: Any = np.array(
-        [prompt.limit(context or config.max_seq_len) for prompt in prompts], np.int32
-    )
-    zeros: Any = np.zeros  # as good as those of JAX, which types do not say
-    tokens, log_probs = zeros((rows, max_len), np.int32), zeros((rows, max_len), np.float32)
-    counts, seen = (
-        zeros((rows, config.vocab_size), np.int32),
-        zeros((rows, config.vocab_size), bool),
-    )
-    stop_ids = (
-        zeros(
-            (rows, -(-max(min_stops, *map(len, stops)) // _STOP_MULTIPLE) * _STOP_MULTIPLE),
-            np.int32,
-        )
-        - 1
-    )
+    vocab_size = model.config.vocab_size
+    rows = len(prompts)
+    limits: Any = np.array([prompt.limit(context) for prompt in prompts], np.int32)
+    zeros: Any = np.zeros  # accepted in place of JAX arrays, unlike what their types say
+    tokens = zeros((rows, max_len), np.int32)
+    seen = zeros((rows, vocab_size), bool)
+    stop_ids = zeros((rows, MAX_STOPS), np.int32) - 1
     for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt.ids)], seen[row, list(prompt.ids)] = prompt.ids, True
-        stop_ids[row, : len(stops[row])] = stops[row]
-    settings = _setting_arrays(
-        [prompt.sampling for prompt in prompts], config.vocab_size, sampling_types
-    )
-    settings["banned_ids"][
-        :, model.tokenizer.vocab_size if model.tokenizer else config.vocab_size :
-    ] = True
-    finished = [len(prompt.ids) for prompt in prompts] >= limits
-    guessed = zeros(rows, np.int32), zeros(rows, np.int32)
-    allowed = zeros((rows, -(-config.vocab_size // 32)), np.int32) - 1  # everything
+        tokens[row, : len(prompt.ids)] = prompt.ids
+        seen[row, list(prompt.ids)] = True
+        stops = (prompt.stop_ids or ())[:MAX_STOPS]
+        stop_ids[row, : len(stops)] = stops
+    settings = _setting_arrays([prompt.sampling for prompt in prompts], vocab_size, sampling_types)
+    num_known = model.tokenizer.vocab_size if model.tokenizer else vocab_size
+    settings["banned_ids"][:, num_known:] = True
     return DecodeBatch(
         cache,
         tokens,
-        log_probs,
-        counts,
-        finished,
-        *guessed,
-        seen,
-        settings,
-        stop_ids,
-        limits,
-        allowed,
+        log_probs=zeros((rows, max_len), np.float32),
+        counts=zeros((rows, vocab_size), np.int32),
+        finished=limits <= [len(prompt.ids) for prompt in prompts],
+        drafted=zeros(rows, np.int32),
+        accepted=zeros(rows, np.int32),
+        seen=seen,
+        settings=settings,
+        stop_ids=stop_ids,
+        limits=limits,
+        allowed=zeros((rows, -(-vocab_size // 32)), np.int32) - 1,  # every token
     )
 
 
-def restricted(
-    batch: DecodeBatch, masks: Sequence[Int32[np.ndarray, "words"] | None]
+def set_allowed(
+    batch: DecodeBatch, masks: Mapping[int, Int32[np.ndarray, "words"] | None]
 ) -> DecodeBatch:
-    """The batch in which each row may take what its mask allows next, and one without a mask anything."""
+    """Return the batch with rows limited to the tokens of their masks; None allows every token."""
     allowed = np.full(batch.allowed.shape, -1, np.int32)
-    for row, words in enumerate(masks):
+    for row, words in masks.items():
         if words is not None:
-            allowed[row, : len(words)] = words  # the model may have more tokens: they are banned
+            # A model may have more tokens than the mask: they are banned in any case.
+            allowed[row, : len(words)] = words
     return batch._replace(allowed=jax.device_put(allowed, batch.allowed.sharding))
 
 
 def setting_types(params: type[SamplingParams]) -> dict[str, Any]:
-    """The type of each field; ``UsageError`` if there is one that nothing applies."""
+    """Return the type of each field; raise ``UsageError`` if no function applies a field."""
     hints = get_type_hints(params)
     for name in hints:
         if name not in {*_BUILT_IN, *F.TRUNCATIONS, *F.PENALTIES}:
@@ -123,83 +117,89 @@ def setting_types(params: type[SamplingParams]) -> dict[str, Any]:
 
 
 def _setting_arrays(
-    rows: Sequence[SamplingParams], vocab_size: int, types: frozenset[type[SamplingParams]]
+    rows: Sequence[SamplingParams], vocab_size: int, types: Iterable[type[SamplingParams]]
 ) -> dict[str, Any]:
-    """Each field as an array, with its default where a row's class does not have it; token ids over the vocabulary."""
+    """Return each field of ``types`` as an array ``[rows]``, or ``[rows, vocab]`` for token ids."""
     arrays: dict[str, np.ndarray] = {}
-    for params in {*types, *map(type, rows)}:
+    for params in types:
         for name, hint in setting_types(params).items():
             values = [getattr(row, name, getattr(params(), name)) for row in rows]
             if hint in (int, float):
                 arrays[name] = np.array(values, np.float32 if hint is float else np.int64)
                 continue
-            arrays[name] = np.zeros(
-                (len(rows), vocab_size), np.float32 if name == "logit_bias" else bool
-            )
+            dtype = np.float32 if name == "logit_bias" else bool
+            arrays[name] = np.zeros((len(rows), vocab_size), dtype)
             for array, value in zip(arrays[name], values, strict=True):
                 array[list(value)] = list(value.values()) if isinstance(value, Mapping) else True
     return arrays | {"seed": arrays["seed"].astype(np.uint32)}
 
 
 def check_batch(config: LlamaConfig, rows: int, draft_len: int = 0) -> None:
-    """Raise ``UsageError`` for a batch that exceeds the memory, of the device or of the machine, or the context."""
-    if not 0 <= draft_len < config.max_seq_len:
-        context = f"the model's context, {config.max_seq_len}"
-        raise UsageError(f"speculate is {draft_len}; it must be from 0 to below {context}")
-    # The least: a short text's keys and values in 2 bytes, and by token id a bias, a count and, of each fed, a logit.
-    cached = (
-        4 * config.num_layers * config.num_kv_heads * config.head_dim * min(config.max_seq_len, 128)
-    )
-    needed = rows * (cached + config.vocab_size * (8 + 4 * (draft_len + 1))) / 2**30
-    have = (device_memory_bytes(jax.devices()[0]) or 0) / 2**30
-    if 0 < have < needed:
-        least = f"{rows:,} texts at once take at least {needed:,.0f} GiB of memory"
-        raise UsageError(f"{least}, and there are {have:,.0f}: take fewer")
+    """Raise ``UsageError`` if a batch exceeds the memory, or ``draft_len`` the context."""
+    max_seq_len = config.max_seq_len
+    if not 0 <= draft_len < max_seq_len:
+        raise UsageError(
+            f"speculate is {draft_len}; it must be from 0 to below the model's context, "
+            f"{max_seq_len}"
+        )
+    # At least the keys and values of a short text in 2 bytes each, and for each token id a bias, a
+    # count and a logit of each input token.
+    key_value_bytes = 4 * config.num_layers * config.num_kv_heads * config.head_dim
+    row_bytes = key_value_bytes * min(max_seq_len, 128) + config.vocab_size * (12 + 4 * draft_len)
+    needed = rows * row_bytes / 2**30
+    available = (device_memory_bytes(jax.devices()[0]) or 0) / 2**30
+    if 0 < available < needed:
+        raise UsageError(
+            f"{rows:,} texts at once take at least {needed:,.0f} GiB of memory, and there are "
+            f"{available:,.0f}: take fewer"
+        )
 
 
 def sample_tokens(logits: Float[Array, "batch vocab"], batch: DecodeBatch) -> Int[Array, "batch"]:
-    """The next token of each row by its settings; its own logits, seed and length decide, and no other row does."""
-    settings, neutral = batch.settings, vars(SamplingParams())
+    """Draw the next token of each row.
+
+    Only the row's own logits, settings, seed and length matter.
+    """
+    settings = batch.settings
+    neutral = vars(SamplingParams())
     logits = F.ban(logits + settings["logit_bias"], settings["banned_ids"])
-    is_free = jnp.all(
-        batch.allowed == -1
-    )  # as with penalties below: no pass where no row has a grammar
+    # On a CPU a pass over [batch, vocab] takes time: skip those that change no row.
+    is_free = jnp.all(batch.allowed == -1)
     logits = jax.lax.cond(
         is_free, lambda logits: logits, lambda logits: F.ban_unset(logits, batch.allowed), logits
     )
     penalties = {name: settings[name] for name in F.PENALTIES if name in settings}
     truncations = {name: settings[name] for name in F.TRUNCATIONS if name in settings}
 
-    def penalized(logits: Array) -> Array:
+    def penalize(logits: Array) -> Array:
         seen = batch.seen | (batch.counts > 0)
         for name, value in penalties.items():
             logits = F.PENALTIES[name](logits, value, seen, batch.counts)
         return logits
 
-    # On a CPU a pass over [batch, vocab] takes time: none where every penalty is neutral.
     is_penalized = [
         name not in neutral or jnp.any(value != neutral[name]) for name, value in penalties.items()
     ]
-    logits = jax.lax.cond(
-        jnp.any(jnp.array(is_penalized)), penalized, lambda logits: logits, logits
-    )
-    keys = jax.vmap(jax.random.fold_in)(
-        jax.vmap(jax.random.key)(settings["seed"]), batch.cache.lengths
-    )
+    logits = jax.lax.cond(jnp.any(jnp.array(is_penalized)), penalize, lambda logits: logits, logits)
+    keys = jax.vmap(jax.random.key)(settings["seed"])
+    keys = jax.vmap(jax.random.fold_in)(keys, batch.cache.lengths)
     return F.sample(logits, keys, settings["temperature"], **truncations)
 
 
 def append_token(
     batch: DecodeBatch, logits: Float[Array, "batch vocab"], takes: Bool[Array, "batch"]
 ) -> tuple[DecodeBatch, Int[Array, "batch"]]:
-    """Draw a token for each row, and write it behind those in the cache where the row takes it."""
-    rows, lengths = jnp.arange(len(takes)), batch.cache.lengths
+    """Draw a token for each row, and append it to the rows that ``takes`` says.
+
+    Return the tokens as well.
+    """
+    rows = jnp.arange(len(takes))
+    lengths = batch.cache.lengths
     token = sample_tokens(logits, batch)
     log_prob = (logits[rows, token] - jax.nn.logsumexp(logits, axis=-1)).astype(jnp.float32)
     ends = jnp.any(token[:, None] == batch.stop_ids, axis=1) | (lengths + 1 >= batch.limits)
-    slot = jnp.where(
-        takes, lengths, batch.tokens.shape[1]
-    )  # out of range, hence dropped, where a row takes none
+    # A slot out of range drops the token of a row that takes none.
+    slot = jnp.where(takes, lengths, batch.tokens.shape[1])
     batch = batch._replace(
         tokens=batch.tokens.at[rows, slot].set(token, mode="drop"),
         log_probs=batch.log_probs.at[rows, slot].set(log_prob, mode="drop"),

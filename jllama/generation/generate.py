@@ -1,4 +1,7 @@
-"""Text from a model: whole, in pieces as they come, or many texts as each is done. All of it by the engine."""
+"""Text from a model: complete, in pieces as they come, or many texts as each is done.
+
+The engine generates all of it.
+"""
 
 import dataclasses
 import itertools
@@ -16,8 +19,8 @@ from jllama.grammar import Grammar
 from jllama.language_model import LanguageModel
 
 BLOCK_S = 0.025
-"""How long somebody who reads along waits for the next tokens."""
-_PREFIX_TOKENS = 8192  # kept of prompts, for others that begin alike
+"""How long the engine may take until it shows the next tokens to a reader."""
+_PREFIX_TOKENS = 8192  # of prompts, cached for others with the same beginning
 
 
 def generate(
@@ -33,41 +36,52 @@ def generate(
     batch_size: int = 0,
     **fields: Unpack[SamplingFields],
 ) -> list[Completion]:
-    """Continue one prompt or several, each as it would come out alone and with any ``speculate``.
+    """Continue one prompt or several; other prompts and ``speculate`` change no text.
 
-    In bfloat16 and float16, which round otherwise in another batch size, a near tie may fall otherwise.
+    In bfloat16 and float16 another batch size rounds differently, which may change the choice
+    between two tokens that are nearly equally likely.
 
     Example::
 
         model = jllama.load("runs/quickstart")
-        (completion,) = jllama.generate(model, "Once upon", max_new_tokens=50, temperature=0.8, top_p=0.95, seed=1)
+        (completion,) = jllama.generate(
+            model, "Once upon", max_new_tokens=50, temperature=0.8, top_p=0.95, seed=1
+        )
         print(completion.text, completion.finish_reason, completion.new_tokens)
-        stories = jllama.generate(model, ["Once upon", "Long ago"], max_new_tokens=200, stop="The end")
+        stories = jllama.generate(model, ["Once upon", "Long ago"], max_new_tokens=200, stop="The
+        end")
 
     Args:
-        model: what ``jllama.load`` gives.
-        prompts: text, token ids, or a ``Prompt``, which brings all its settings; or a list of those.
-        sampling: how tokens are chosen; None draws from the model as it is (temperature 1, nothing cut off).
-        max_new_tokens: the most tokens to generate from each prompt; None goes on to the end of the model's context.
+        model: a model from ``jllama.load``.
+        prompts: text, token ids, or a ``Prompt``, which contains all its settings; or a list of
+            those.
+        sampling: how tokens are chosen; None samples the model's own distribution (temperature 1,
+            nothing cut off).
+        max_new_tokens: the maximum number of tokens to generate from each prompt; None continues to
+            the end of the model's context.
         stop: a string that ends a text, or several; they are not part of it.
-        stop_ids: tokens that end a text; None takes the model's own.
-        grammar: what the texts must match, such as ``Grammar("regex", "[0-9]+")`` (a stop id ends one that does).
-        speculate: how many tokens to guess at each step from the text so far: what repeats itself comes faster.
-        batch_size: how many to generate at once, the longest first; 0 takes all at once.
-        **fields: fields of ``SamplingParams``, which change ``sampling``: ``temperature`` (0 takes the likeliest
-            token), ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty``, ``presence_penalty``,
-            ``frequency_penalty``, ``logit_bias``, ``banned_ids``, ``seed`` (the same one gives the same text).
+        stop_ids: tokens that end a text; None is the model's own.
+        grammar: what the texts must match, such as ``Grammar("regex", "[0-9]+")``; a stop id ends a
+            text that matches.
+        speculate: how many tokens to guess at each step from the text so far, which makes texts
+            that repeat themselves faster.
+        batch_size: how many texts to generate at once, longest prompts first; 0 is all of them.
+        **fields: fields of ``SamplingParams`` that replace those of ``sampling``: ``temperature``
+            (0 takes the most likely token), ``top_k``, ``top_p``, ``min_p``,
+            ``repetition_penalty``, ``presence_penalty``, ``frequency_penalty``, ``logit_bias``,
+            ``banned_ids``, ``seed`` (the same seed gives the same text).
 
     Returns:
         A ``Completion`` of each prompt, in order.
 
     Raises:
-        JllamaError: the model has no tokenizer, a prompt or a setting does not fit it, or there is no such setting.
+        JllamaError: the model has no tokenizer, a prompt or a setting does not fit it, or the
+            setting is unknown.
     """
     settings = Prompt("", sampling or SamplingParams(), max_new_tokens, stop, stop_ids, grammar)
-    encoded = _encoded(model, prompts, settings, fields)
-    done = dict(completions(model, encoded, speculate, batch_size))
-    return [done[index] for index in range(len(encoded))]
+    encoded = _encode_prompts(model, prompts, settings, fields)
+    results = dict(completions(model, encoded, speculate, batch_size))
+    return [results[index] for index in range(len(encoded))]
 
 
 def stream(
@@ -83,11 +97,14 @@ def stream(
     engine: Engine | None = None,
     **fields: Unpack[SamplingFields],
 ) -> Generator[str, None, Completion]:
-    """The continuation of one prompt in pieces as they come: together what ``generate`` gives.
+    """Yield the continuation of one prompt in pieces as they come.
 
-    A piece is never half a character, nor the beginning of a stop string. The generator returns the ``Completion``;
-    ``close()`` ends it early. Each thread may have its own. Arguments and errors (at the first piece) are those of
-    ``generate``; an ``engine`` of this model may keep what the next prompt begins with (it has its own ``draft_len``).
+    Together they are the text of ``generate``.
+
+    A piece is never half a character, nor the beginning of a stop string. The generator returns the
+    ``Completion``; ``close()`` ends it early. Each thread may run one. Arguments and errors are
+    those of ``generate``; errors are raised at the first piece. An ``engine`` of this model reuses
+    what it has computed for the next prompt, and has a ``draft_len`` of its own.
 
     Example::
 
@@ -95,7 +112,7 @@ def stream(
             print(piece, end="", flush=True)
     """
     settings = Prompt("", sampling or SamplingParams(), max_new_tokens, stop, stop_ids, grammar)
-    (encoded,) = _encoded(model, [prompt], settings, fields)
+    (encoded,) = _encode_prompts(model, [prompt], settings, fields)
     if engine is None:
         check_batch(model.config, 1, speculate)
         engine = Engine(model, 1, block_s=BLOCK_S, draft_len=speculate)
@@ -120,13 +137,11 @@ def stream(
 def completions(
     model: LanguageModel, prompts: Sequence[Prompt], speculate: int = 0, batch_size: int = 0
 ) -> Iterator[tuple[int, Completion]]:
-    """Each completion of encoded prompts with the prompt's index, as it is done; the longest prompts begin."""
+    """Yield index and completion of each encoded prompt as it is done, longest prompts first."""
     if not prompts:
         return
     num_slots = min(batch_size or len(prompts), len(prompts))
-    check_batch(model.config, num_slots, speculate)
-    kept = _PREFIX_TOKENS if len(prompts) > 1 else 0
-    engine = Engine(model, num_slots, draft_len=speculate, prefix_tokens=kept)
+    engine = _batch_engine(model, num_slots, speculate, len(prompts) > 1)
     # Equal prompts follow each other, and are computed once.
     waiting = sorted(
         range(len(prompts)),
@@ -150,68 +165,74 @@ def warm_up(
     max_new_tokens: int | None = None,
     speculate: int = 0,
 ) -> None:
-    """Compile ahead what ``generate`` and ``stream`` will need (not the later turns of a ``Conversation``).
+    """Compile ahead for ``generate`` and ``stream``, not for later turns of a ``Conversation``.
 
-    Each of the ``lengths``, in tokens, stands for those padded to the same power of two; ``batches`` are how many
-    prompts at once, ``max_new_tokens`` the most asked for (None: to the end of the context).
+    Example::
+
+        jllama.warm_up(model, lengths=[16, 512], batches=[1, 4], max_new_tokens=200)
+
+    Args:
+        model: the model.
+        lengths: of prompts, in tokens; each stands for all that are padded to the same power of
+            two.
+        batches: how many prompts at once.
+        max_new_tokens: the maximum that will be requested; None is the end of the context.
+        speculate: as in ``generate``.
     """
     model = model.for_decoding()
     prompts = [
         encode_prompt(model, Prompt([0] * length, max_new_tokens=max_new_tokens))
         for length in lengths
     ]
-    longest = max((prompt.limit(model.config.max_seq_len) for prompt in prompts), default=0)
-    ends = sorted(
-        {min(128 << doubled, longest) for doubled in range(longest.bit_length())}
-    )  # one for each cache
-    for size, prompt in itertools.product(batches, prompts):
-        engine = Engine(
-            model, size, draft_len=speculate, prefix_tokens=_PREFIX_TOKENS if size > 1 else 0
-        )
-        for end in ends:
-            engine.make_room(end)  # by growing from the one before
+    max_len = max((prompt.limit(model.config.max_seq_len) for prompt in prompts), default=0)
+    # One length for each size of the cache: it grows from one to the next.
+    cache_lens = sorted(
+        {min(128 << doublings, max_len) for doublings in range(max_len.bit_length())}
+    )
+    for num_slots, prompt in itertools.product(batches, prompts):
+        engine = _batch_engine(model, num_slots, speculate, num_slots > 1)
+        for cache_len in cache_lens:
+            engine.make_room(cache_len)
             engine.reset()
-            keeps_chunks = size > 1 and len(prompt.ids) > engine.chunk_tokens
-            for first in (
-                (0, 1, 0) if keeps_chunks else (0,)
-            ):  # the last one finds what the first one kept
-                ids = [first, *prompt.ids[1:]]
-                engine.submit(
-                    Request(
-                        dataclasses.replace(prompt, content=ids, max_new_tokens=int(end > len(ids)))
-                    )
-                )
-            while engine.busy:
-                engine.step()
+            max_new = int(cache_len > len(prompt.ids))
+            engine.warm_up(Request(dataclasses.replace(prompt, max_new_tokens=max_new)))
 
 
-def _encoded(
+def _batch_engine(
+    model: LanguageModel, num_slots: int, speculate: int, caches_prefixes: bool
+) -> Engine:
+    check_batch(model.config, num_slots, speculate)
+    prefix_tokens = _PREFIX_TOKENS if caches_prefixes else 0
+    return Engine(model, num_slots, draft_len=speculate, prefix_tokens=prefix_tokens)
+
+
+def _encode_prompts(
     model: LanguageModel, prompts: Any, settings: Prompt, fields: SamplingFields
 ) -> list[Prompt]:
-    """One prompt or a list of them, encoded; those that bring no settings of their own have these."""
-    if unknown := fields.keys() - vars(settings.sampling):
-        raise unknown_name(
-            "setting",
-            min(unknown),
-            [*vars(settings.sampling), "max_new_tokens", "stop", "stop_ids"],
-        )
-    settings = dataclasses.replace(
-        settings, sampling=dataclasses.replace(settings.sampling, **fields)
-    )
+    """Encode a prompt or a list of them.
+
+    ``settings`` and ``fields`` apply unless it is a ``Prompt``.
+    """
+    names = vars(settings.sampling)
+    unknown = fields.keys() - names
+    if unknown:
+        known = [*names, "max_new_tokens", "stop", "stop_ids"]
+        raise unknown_name("setting", min(unknown), known)
+    sampling = dataclasses.replace(settings.sampling, **fields)
+    settings = dataclasses.replace(settings, sampling=sampling)
     if isinstance(prompts, str | Prompt) or (
         len(prompts) and isinstance(prompts[0], numbers.Integral)
     ):
         prompts = [prompts]
-    if (
-        settings != Prompt("")
-        and len(prompts)
-        and all(isinstance(prompt, Prompt) for prompt in prompts)
-    ):
+    are_prompts = [isinstance(prompt, Prompt) for prompt in prompts]
+    if settings != Prompt("") and are_prompts and all(are_prompts):
         raise UsageError(
-            "a Prompt brings its own settings, and others are given beside it: set them in the Prompt"
+            "a Prompt brings its own settings, and others are given beside it: "
+            "set them in the Prompt"
         )
-    each = (
-        one if isinstance(one, Prompt) else dataclasses.replace(settings, content=one)
-        for one in prompts
-    )
-    return [encode_prompt(model, prompt) for prompt in each]
+    encoded = []
+    for prompt in prompts:
+        if not isinstance(prompt, Prompt):
+            prompt = dataclasses.replace(settings, content=prompt)
+        encoded.append(encode_prompt(model, prompt))
+    return encoded

@@ -1,6 +1,7 @@
-"""Prompt lookup: guess the next tokens from the text so far, verify the guesses in one pass, keep the right ones.
+"""Prompt lookup: draft tokens from the text so far, verify them in one pass, keep the right ones.
 
-Source: Saxena 2023, prompt lookup decoding; Leviathan et al. 2023 (arXiv:2211.17192) for why this changes nothing.
+Sources: Saxena 2023, prompt lookup decoding; Leviathan et al. 2023 (arXiv:2211.17192) for why the
+distribution of the text does not change.
 """
 
 import jax
@@ -10,76 +11,79 @@ from jaxtyping import Array, Bool, Int
 from jllama.generation.decode_batch import DecodeBatch, append_token
 from jllama.model import Llama
 
-_SHORTEST_MATCH, _LONGEST_MATCH = 2, 3
+_MIN_MATCH = 2
+_MAX_MATCH = 3
 
 
 def lookup_step(
     llama: Llama, batch: DecodeBatch, takes: Bool[Array, "batch"], draft_len: int
 ) -> DecodeBatch:
-    """One token more for every row that takes one, or several, as long as its guesses are what is drawn."""
-    drafts, matched = draft_tokens(batch.tokens, batch.cache.lengths + 1, draft_len)
-    return jax.lax.cond(  # a pass over several tokens costs more than over one, where arithmetic is dear
-        jnp.any(matched & takes),
-        lambda: _verified(llama, batch, takes, jnp.where(matched[:, None], drafts, -1)),
-        lambda: _verified(llama, batch, takes, drafts[:, :0]),
-    )._replace(
-        seen=batch.seen, settings=batch.settings
-    )  # large and unchanged: nothing to copy out of the branches
+    """Append a token to every row that ``takes`` one, and more as long as its drafts are right."""
+    drafts, has_match = draft_tokens(batch.tokens, batch.cache.lengths + 1, draft_len)
+    # Where arithmetic is slow, a pass over several tokens costs more than a pass over one.
+    updated = jax.lax.cond(
+        jnp.any(has_match & takes),
+        lambda: _verify_drafts(llama, batch, takes, jnp.where(has_match[:, None], drafts, -1)),
+        lambda: _verify_drafts(llama, batch, takes, drafts[:, :0]),
+    )
+    # These are large and unchanged: nothing needs to be copied out of the branches.
+    return updated._replace(seen=batch.seen, settings=batch.settings)
 
 
-def _verified(
+def _verify_drafts(
     llama: Llama,
     batch: DecodeBatch,
     takes: Bool[Array, "batch"],
     drafts: Int[Array, "batch draft_len"],
 ) -> DecodeBatch:
-    """Feed each row its last token and its drafts (-1 for none); append tokens as long as the drafts are right."""
+    """Feed each row its last token and its drafts (-1 for none); append while drafts are right."""
     lengths = batch.cache.lengths
     last = jnp.take_along_axis(batch.tokens, lengths[:, None], axis=1)
-    fed = jnp.maximum(jnp.concatenate([last, drafts], axis=1), 0)
-    hidden, cache = llama.decode(fed, batch.cache, takes.astype(jnp.int32) * fed.shape[1])
+    inputs = jnp.maximum(jnp.concatenate([last, drafts], axis=1), 0)
+    hidden, cache = llama.decode(inputs, batch.cache, takes.astype(jnp.int32) * inputs.shape[1])
     logits = llama.logits(hidden)
     drafted = jnp.sum((drafts >= 0) & takes[:, None], axis=1, dtype=jnp.int32)
-    guesses = jnp.pad(
-        drafts, ((0, 0), (0, 1)), constant_values=-1
-    )  # what each position's draw is held against
+    # At each position the token that was drawn is compared with the draft of the next one.
+    next_drafts = jnp.pad(drafts, ((0, 0), (0, 1)), constant_values=-1)
 
-    def take(
+    def append(
         carry: tuple[DecodeBatch, Array], position: Array
     ) -> tuple[tuple[DecodeBatch, Array], None]:
+        """Append the token drawn at a position; a row goes on if its next draft is this token."""
         batch, takes = carry
-        longer = batch.cache._replace(lengths=batch.cache.lengths + takes.astype(jnp.int32))
-        batch, token = append_token(batch._replace(cache=longer), logits[:, position], takes)
-        right = takes & (guesses[:, position] == token)
-        return (
-            batch._replace(accepted=batch.accepted + right.astype(jnp.int32)),
-            right & ~batch.finished,
-        ), None
+        cache = batch.cache._replace(lengths=batch.cache.lengths + takes.astype(jnp.int32))
+        batch, token = append_token(batch._replace(cache=cache), logits[:, position], takes)
+        is_right = takes & (next_drafts[:, position] == token)
+        batch = batch._replace(accepted=batch.accepted + is_right.astype(jnp.int32))
+        return (batch, is_right & ~batch.finished), None
 
     batch = batch._replace(cache=cache._replace(lengths=lengths), drafted=batch.drafted + drafted)
-    (batch, _), _ = jax.lax.scan(take, (batch, takes), jnp.arange(fed.shape[1]))
+    (batch, _), _ = jax.lax.scan(append, (batch, takes), jnp.arange(inputs.shape[1]))
     return batch
 
 
 def draft_tokens(
     tokens: Int[Array, "batch max_len"], lengths: Int[Array, "batch"], count: int
 ) -> tuple[Int[Array, "batch {count}"], Bool[Array, "batch"]]:
-    """The ``count`` tokens that followed the last time the text went as it goes now, and whether there was one.
+    """Return ``count`` tokens that followed an earlier match of each row's end, if there is one.
 
-    The last three of each row's first ``lengths`` tokens (else the last two) are looked up in what comes before them;
-    the latest match of the most tokens counts. A continuation that reaches the end of the text begins again.
+    The last three of a row's first ``lengths`` tokens (else the last two) are looked up in the
+    tokens before them. The longest match counts, and of several the latest. A continuation that
+    reaches the end of the text starts again at its first token.
     """
-    (batch, max_len), last = tokens.shape, lengths[:, None] - 1
-    slots, rows = jnp.arange(max_len), jnp.arange(batch)[:, None]
-    matched = jnp.zeros(
-        (batch, max_len), jnp.int32
-    )  # how many tokens up to each slot equal the last ones
+    batch, max_len = tokens.shape
+    last = lengths[:, None] - 1
+    slots = jnp.arange(max_len)
+    rows = jnp.arange(batch)[:, None]
+    # How many tokens up to each slot equal the last ones of the row.
+    match_len = jnp.zeros((batch, max_len), jnp.int32)
     matches = slots < last
-    for back in range(_LONGEST_MATCH):
+    for back in range(_MAX_MATCH):
         shifted = jnp.pad(tokens, ((0, 0), (back, 0)), constant_values=-1)[:, :max_len]
         matches = matches & (shifted == tokens[rows, jnp.maximum(last - back, 0)]) & (slots >= back)
-        matched = matched + matches.astype(jnp.int32)
-    enough = matched >= _SHORTEST_MATCH
-    best = jnp.argmax(jnp.where(enough, matched * max_len + slots, -1), axis=1)[:, None]
+        match_len = match_len + matches.astype(jnp.int32)
+    is_match = match_len >= _MIN_MATCH
+    score = jnp.where(is_match, match_len * max_len + slots, -1)
+    best = jnp.argmax(score, axis=1)[:, None]
     period = jnp.maximum(last - best, 1)
-    return tokens[rows, best + 1 + jnp.arange(count) % period], jnp.any(enough, axis=1)
+    return tokens[rows, best + 1 + jnp.arange(count) % period], jnp.any(is_match, axis=1)

@@ -1,1 +1,1 @@
-"""The server: OpenAI's protocol over an engine whose answers do not depend on what else it serves."""
+"""The server: OpenAI's API, with answers that do not depend on what else is being served."""

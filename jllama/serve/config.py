@@ -1,4 +1,4 @@
-"""What a server is set to. Data alone, so that the command line's help need not wait for JAX."""
+"""The server's settings. Data only, so that the command line's help does not wait for JAX."""
 
 import dataclasses
 
@@ -6,9 +6,9 @@ from jllama.errors import check_fields
 from jllama.generation.sampling_params import SamplingParams
 
 MAX_HEADERS = 100
-"""How many headers a request may have."""
+"""The maximum number of headers of a request."""
 MAX_HEAD_BYTES = 16 * 2**10
-"""How long its headers may be together."""
+"""The maximum size of a request's headers together."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,11 +17,14 @@ class EngineConfig:
 
     Args:
         slots: how many texts are generated at once.
-        context: the most tokens of a prompt and its answer; 0 is the model's own, or what fits in half the memory.
-        memory_gib: memory for keys and values; 0 is what slots and context take.
-        cache_tokens: how many tokens of prefixes to keep.
-        queue: how many requests of one client may wait for a slot; of all clients, four times as many.
-        prefill_budget: how many tokens of prompts to compute between two decoding steps of the others.
+        context: the maximum number of tokens of a prompt and its answer; 0 is the model's own, or
+            what fits in half the memory.
+        memory_gib: memory for keys and values, in GiB; 0 is what slots and context take.
+        cache_tokens: how many tokens of prefixes to cache.
+        queue: how many requests of one client may wait for a slot; of all clients, four times as
+            many.
+        prefill_budget: how many tokens of prompts to compute between two decoding steps of the
+            others.
         replay: the share of answers to generate again in idle slots and compare.
     """
 
@@ -35,27 +38,31 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "", "slots prefill_budget", lambda value: value >= 1, "at least 1")
-        check_fields(
-            self, "", "context memory_gib cache_tokens queue", lambda value: value >= 0, "0 or more"
-        )
+        sizes = "context memory_gib cache_tokens queue"
+        check_fields(self, "", sizes, lambda value: value >= 0, "0 or more")
         check_fields(self, "", "replay", lambda value: 0 <= value <= 1, "between 0 and 1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HttpConfig:
-    """What is served to whom.
+    """Who is served, and within which limits.
 
     Args:
-        cors: origins whose pages may use the server from a browser, such as https://example.org, or * for all.
-        allowed_host: a name by which the server may be asked; besides these localhost, 127.0.0.1 and [::1]. Without it
-            every name, but at a loopback address (127.0.0.1, ::1) never others.
-        max_connections: how many connections may be open; another one closes the one that has been idle for longest.
-        idle_timeout_s: a connection is closed that sends no whole head of a request for so long, or twice that.
-        max_body_bytes: a request's body may not be larger.
-        body_timeout_s: and not take longer to arrive.
-        log_text: log what is said, too.
-        default: sampling of requests that do not set it; a seed of 0 is drawn for each.
-        ignore_unknown: ignore fields of requests that are not served, and name them in a header of the answer.
+        cors: origins whose pages may use the server from a browser, such as https://example.org, or
+            * for all.
+        allowed_host: a name that requests may address the server by, besides localhost, 127.0.0.1
+            and [::1]; if it is not set, any name, except at a loopback address (127.0.0.1, ::1).
+        max_connections: how many connections may be open; another one closes the one that has been
+            idle for longest.
+        idle_timeout_s: close a connection that sends no complete head of a request for this long,
+            or up to twice as long.
+        max_body_bytes: the maximum size of a request's body.
+        body_timeout_s: the maximum time for receiving a request's body.
+        log_text: log prompts and answers as well.
+        default: sampling settings of requests that do not set them; a seed of 0 draws one for each
+            request.
+        ignore_unknown: ignore fields of requests that are not served, and name them in a header of
+            the answer.
     """
 
     cors: list[str] = dataclasses.field(default_factory=list)

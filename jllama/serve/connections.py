@@ -1,4 +1,4 @@
-"""Connections of clients: how many there may be, and how long one may take to ask."""
+"""Connections of clients: how many there may be, and how long one may take to send a request."""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ from jllama.serve.config import MAX_HEAD_BYTES, HttpConfig
 
 
 class Connection(H11Protocol):
-    """HTTP/1.1 on one connection, which is closed when no request comes, or to make room for another connection.
+    """HTTP/1.1 on one connection, closed if it is idle for too long or another needs its place.
 
-    ``H11Protocol`` bounds the bytes of a head, but lets a client take any time to send it.
+    ``H11Protocol`` limits the size of a head, but not the time that a client takes to send it.
     """
 
     limit_concurrency: int
-    seen: object = None
-    """The last request at the last look; the connection itself if that was being answered."""
+    last_check: object = None
+    """The last request at the last check; the connection itself if it was being answered."""
 
     def connection_made(self, transport: Any) -> None:  # uvloop's transports are not asyncio's
         """Make room if there are too many connections, and begin to watch this one."""
@@ -25,35 +25,38 @@ class Connection(H11Protocol):
         self.opened_s = self.loop.time()
         self.loop.call_later(self.timeout_keep_alive, self.close_if_idle)
         others: set[Any] = self.connections - {self}
-        idle = [each for each in others if each.is_idle()]
+        idle = [connection for connection in others if connection.is_idle()]
         if idle and len(others) >= self.limit_concurrency - 1:
-            oldest = min(idle, key=lambda each: each.opened_s)
+            oldest = min(idle, key=lambda connection: connection.opened_s)
             self.connections.discard(oldest)
             oldest.transport.abort()
 
     def is_idle(self) -> bool:
-        """Whether no request is being answered."""
+        """Return whether no request is being answered."""
         return self.cycle is None or self.cycle.response_complete
 
     def close_if_idle(self) -> None:
-        """Close the connection if it has been idle since the last look; otherwise look again later."""
+        """Close the connection if it has been idle since the last check.
+
+        Otherwise check again later.
+        """
         if self.transport.is_closing():
             return
-        if self.is_idle() and self.seen is self.cycle:
+        if self.is_idle() and self.last_check is self.cycle:
             self.transport.abort()
             return
-        self.seen = self.cycle if self.is_idle() else self
+        self.last_check = self.cycle if self.is_idle() else self
         self.loop.call_later(self.timeout_keep_alive, self.close_if_idle)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what h11 cannot read."""
+        """Answer a head that h11 cannot parse."""
         super().send_400_response(
             f"{msg} Send HTTP/1.1 with a head of at most {MAX_HEAD_BYTES} bytes.\n"
         )
 
 
 def make_server(app: FastAPI, config: HttpConfig) -> uvicorn.Server:
-    """The server of an application, to be run by a thread; it leaves signals alone there."""
+    """Return a server of an application; run in a thread, it does not handle signals."""
     limits = {
         "h11_max_incomplete_event_size": MAX_HEAD_BYTES,
         "limit_concurrency": config.max_connections,

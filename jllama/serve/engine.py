@@ -1,6 +1,7 @@
-"""The engine of a server: a thread that drives it, a queue in which clients take turns, and what is counted."""
+"""The server's engine: a thread that drives an ``Engine``, and a queue for clients in turn."""
 
 import dataclasses
+import functools
 import hashlib
 import os
 import platform
@@ -10,7 +11,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
 
@@ -19,55 +20,56 @@ import jax
 import jllama
 from jllama.devices import device_bytes, device_memory_bytes
 from jllama.errors import ContextError, UsageError
-from jllama.generation.engine import MAX_STOPS, SHORTEST_CHUNK, Engine, Row, cache_len
-from jllama.generation.requests import Answer, Piece, Request
+from jllama.generation.decode_batch import MAX_STOPS
+from jllama.generation.engine import MIN_CHUNK, Engine
+from jllama.generation.generate import BLOCK_S
+from jllama.generation.requests import Answer, Request, Row
 from jllama.generation.sampling_params import Prompt
 from jllama.generation.steps import kv_bytes
 from jllama.language_model import LanguageModel, weights_fingerprint
 from jllama.serve import metrics
 from jllama.serve.config import EngineConfig
-from jllama.serve.requests import Busy, Deliver, Failure
+from jllama.serve.requests import Busy, Deliver, Event, Failure
 
 CLIENTS = 4
-"""So many times ``EngineConfig.queue`` may wait in all, so that one client's requests do not fill the queue."""
+"""The whole queue is this many times ``EngineConfig.queue``, so that no client can fill it."""
 CHUNK = 256
-"""How many tokens of a prompt are computed at once on a CPU; memory is reserved for so many at once."""
-_OTHER_CHUNK = 1024  # elsewhere: the more at once the faster, and the fewer beginnings are found among those kept
-_BLOCK_S = 0.025  # who comes in waits for so long
-_SHARE_OF_MEMORY = 0.5  # of what weights leave, for keys and values where nobody says how much
+"""How many tokens of a prompt a CPU computes at once; memory is reserved in this unit."""
+_OTHER_CHUNK = 1024  # elsewhere: larger chunks are faster, smaller ones are more often shared
+_MEMORY_SHARE = 0.5  # of the memory that weights leave, for keys and values unless configured
 
 
 @dataclasses.dataclass(eq=False)
-class _Asked:
-    """Who asked for a row of the engine, from the queue to the end of the answer."""
+class Submission:
+    """A row, and where its events go."""
 
     row: Row
     deliver: Deliver
-    arrival_s: float
-    first_s: float = 0.0  # when its first token came
-    cancelled: bool = False
-    again: tuple[Request, Answer] | None = None  # what is made once more, to be compared
-
-    request = property(lambda self: self.row.request)
+    is_cancelled: bool = False
+    replayed: Answer | None = None  # the answer to compare with, if the server repeats a request
 
 
 class EngineThread:
     """Answers requests; ``start`` compiles everything first. Any thread may submit.
 
     Args:
-        models: those that are served, by name: the first is the base, the others have its shapes.
-        config: sizes. ``UsageError`` where the memory does not hold one chunk a slot, or a model has other shapes.
+        models: the models to serve, by name; the first is the base, the others have its shapes.
+        config: sizes.
+
+    Raises:
+        UsageError: the memory cannot hold one chunk for each slot, or a model has other shapes.
     """
 
     def __init__(self, models: Mapping[str, LanguageModel], config: EngineConfig) -> None:
         self.config = config
         self.models = {name: model.for_decoding() for name, model in models.items()}
         base = next(iter(self.models.values()))
+        # One row for each slot, and one that prompts are computed in if there are several.
+        num_rows = config.slots + 1 if config.slots > 1 else 1
+        token_bytes = num_rows * kv_bytes(base.config, base.decode_params.dtype, 1)
         weights_bytes = sum(device_bytes(model.params) for model in self.models.values())
-        self.context, self._max_len = _sizes(base, config, weights_bytes)
-        self.kv_bytes = kv_bytes(
-            base.config, base.decode_params.dtype, _num_rows(config) * self._max_len
-        )
+        max_context = base.config.max_seq_len
+        self.context = _context_that_fits(config, max_context, token_bytes, weights_bytes)
         self._engine = Engine(
             self.models,
             config.slots,
@@ -75,268 +77,273 @@ class EngineThread:
             chunk_tokens=CHUNK if jax.default_backend() == "cpu" else _OTHER_CHUNK,
             prefix_tokens=config.cache_tokens,
             prefill_budget=config.prefill_budget,
-            block_s=_BLOCK_S,
+            block_s=BLOCK_S,
         )
-        self._queue: deque[_Asked] = (
-            deque()
-        )  # first those of the client that got a slot longest ago
-        self._asked: dict[Row, _Asked] = {}  # in slots
-        self._again: deque[tuple[Request, Answer]] = deque(
-            maxlen=64
-        )  # answers to compare, where slots are idle
-        self._random, self._changed = random.Random(), threading.Condition()
-        self._closing = self._stopped = False
+        self.kv_bytes = token_bytes * self._engine.max_len
+        self._queue = deque[Submission]()  # clients that got a slot longest ago come first
+        self._active = dict[Row, Submission]()  # in slots
+        # Requests to repeat in idle slots, with the answers to compare.
+        self._replays = deque[tuple[Request, Answer]](maxlen=64)
+        self._random = random.Random()
+        self._changed = threading.Condition()
+        self._is_closing = False
+        self._is_stopped = False
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
         self.loaded_s = int(time.time())  # since 1970
         metrics.SLOTS.set(config.slots)
 
     def start(self, say: Callable[[str], None] = lambda _: None) -> None:
-        """Reserve the memory, compile every program, and begin to serve in a thread of its own."""
+        """Reserve the memory, compile every program, and begin to serve in a thread."""
         self._fingerprints = {name: self._fingerprint(model) for name, model in self.models.items()}
-        requests = [*self._warm_up()]
+        requests = self._warm_up_requests()
         for number, request in enumerate(requests, 1):
             say(f"compiling, program {number} of {len(requests)}")
-            self._engine.submit(request)
-            while self._engine.busy:
-                self._engine.step()
-        self._engine.reset()  # nothing is left of it, neither prefixes nor how long a step took
+            self._engine.warm_up(request)
+        self._engine.reset()  # forgets prefixes and how long a step took
         self._engine.reserve()
         self._thread.start()
 
-    def _warm_up(self) -> Iterator[Request]:
-        """What makes use of every program: prompts of all lengths that there may be, a token, scores, a kept chunk."""
-        name = next(iter(self.models))
-
-        def request(num_ids: int, num_new: int = 0, **more: Any) -> Request:
-            return Request(Prompt([0] * num_ids, max_new_tokens=num_new, stop_ids=()), name, **more)
-
+    def _warm_up_requests(self) -> list[Request]:
+        """Return requests that use every program: for prompts, tokens, scores, cached chunks."""
         chunk = self._engine.chunk_tokens
-        # Lengths of the first chunk, padded to powers of two; and of those behind it, where they are other programs.
+        sizes = [MIN_CHUNK << power for power in range((chunk // MIN_CHUNK).bit_length())]
+        # Prompts computed alone, of all padded lengths; and a chunk behind the first one, if this
+        # is another program.
         starts = (0, chunk) if self._engine.begins_whole else (0,)
-        for start in starts:
-            longest = min(start + chunk, self.context)
-            length = start + SHORTEST_CHUNK
-            while length < longest:
-                yield request(length, pooling="last")
-                length = start + 2 * (length - start)
-            if start < longest:
-                yield request(longest, pooling="last")
-        length = SHORTEST_CHUNK
-        while 2 * length <= self._engine.together_tokens and length + 2 <= self.context:
-            yield request(length + 1, 1)
-            length *= 2
-        yield request(1, min(1, self.context - 1), top=1)
-        yield request(min(chunk + 2, self.context), prompt_log_probs=True)
+        lengths = {min(start + size, self.context) for start in starts for size in sizes}
+        requests = [self._warm_up_request(length, pooling="last") for length in sorted(lengths)]
+        # Short prompts computed together, and a generated token.
+        max_short = min(self._engine.together_tokens // 2, self.context - 2)
+        requests += [self._warm_up_request(size + 1, 1) for size in sizes if size <= max_short]
+        requests.append(self._warm_up_request(1, min(1, self.context - 1), top=1))
+        length = min(chunk + 2, self.context)
+        requests.append(self._warm_up_request(length, prompt_log_probs=True))
         if self.context > chunk:
-            yield request(chunk + 1)  # is kept
-            yield request(1)  # takes its place where prompts are computed
-            yield request(chunk + 1)
+            requests.append(self._warm_up_request(chunk + 1))
+        return requests
+
+    def _warm_up_request(self, num_ids: int, max_new_tokens: int = 0, **options: Any) -> Request:
+        prompt = Prompt([0] * num_ids, max_new_tokens=max_new_tokens, stop_ids=())
+        return Request(prompt, next(iter(self.models)), **options)
 
     def check(self, request: Request) -> None:
         """Raise ``UsageError`` if the request can never be served."""
-        num_ids, most = len(request.prompt.ids), request.prompt.max_new_tokens
-        if num_ids + (new := 1 if most is None else most) > self.context:
-            said = f"the prompt's {num_ids} tokens and {new} new ones exceed the context of {self.context} tokens"
-            raise ContextError(f"{said} that this server has: shorten the prompt or ask for fewer")
-        if len(request.prompt.stop_ids or ()) > MAX_STOPS:
-            raise UsageError(
-                f"stop_ids has {len(request.prompt.stop_ids or ())} tokens; at most {MAX_STOPS} are served"
+        prompt = request.prompt
+        num_ids = len(prompt.ids)
+        num_new = 1 if prompt.max_new_tokens is None else prompt.max_new_tokens
+        if num_ids + num_new > self.context:
+            raise ContextError(
+                f"the prompt's {num_ids} tokens and {num_new} new ones exceed the context of "
+                f"{self.context} tokens that this server has: shorten the prompt or ask for fewer"
             )
+        num_stops = len(prompt.stop_ids or ())
+        if num_stops > MAX_STOPS:
+            raise UsageError(f"stop_ids has {num_stops} tokens; at most {MAX_STOPS} are served")
 
     def check_text(self, model: LanguageModel, text: str) -> None:
-        """Raise ``ContextError`` if a text is too long whatever its tokens are: to count them may take seconds."""
-        if len(text) <= self.context:  # of a character each
+        """Raise ``ContextError`` if a text is too long for any tokens, without counting them.
+
+        Counting may take seconds.
+        """
+        if len(text) <= self.context:  # at one character a token
             return
         tokenizer = model.text_tokenizer
         longest = max(int(tokenizer.token_bytes().max()), *map(len, tokenizer.special_tokens))
-        most = self.context * longest
-        if len(text) > most:
-            said = f"the prompt has {len(text)} characters, and {self.context} tokens, the context that this server has,"
-            raise ContextError(f"{said} hold at most {most}: shorten the prompt")
+        max_characters = self.context * longest
+        if len(text) > max_characters:
+            raise ContextError(
+                f"the prompt has {len(text)} characters, and {self.context} tokens, the context "
+                f"that this server has, hold at most {max_characters}: shorten the prompt"
+            )
 
     def submit(self, request: Request, deliver: Deliver) -> Callable[[], None]:
-        """Queue a request, whose events go to ``deliver``; returns what cancels it (no further event comes then).
+        """Queue a request whose events go to ``deliver``; return a function that cancels it.
 
-        Clients take turns: the next free slot goes to the one that has the fewest, and of those to the one that got one
-        longest ago. Raises ``UsageError`` as ``check`` does, ``Busy`` if the queue is full or the engine is closing.
+        No event comes after cancelling. Clients take turns: the next free slot goes to the client
+        with the fewest slots, and of those to the one that got a slot longest ago.
+
+        Raises:
+            UsageError: the request can never be served, see ``check``.
+            Busy: the queue is full or the server is closing.
         """
         self.check(request)
-        asked = _Asked(self._engine.row_of(request), deliver, time.monotonic())
-
-        def cancel() -> None:
-            asked.cancelled = True
-            with self._changed:
-                self._changed.notify()
-
+        submission = Submission(self._engine.make_row(request), deliver)
         with self._changed:
-            if self._closing:
+            if self._is_closing:
                 raise Busy("the server is shutting down: ask another one, or come again", 30)
-            most = self.config.queue + self.config.slots - len(self._asked)
-            mine = sum(each.request.client == request.client for each in self._queue)
-            if mine >= most or len(self._queue) >= CLIENTS * most:
-                said = f"{len(self._queue)} requests are waiting already, {mine} of them yours"
-                raise Busy(f"{said}, the most that this server lets wait")
-            self._queue.append(asked)
+            limit = self.config.queue + self.config.slots - len(self._active)
+            num_waiting = len(self._queue)
+            num_own = sum(other.row.request.client == request.client for other in self._queue)
+            if num_own >= limit or num_waiting >= CLIENTS * limit:
+                raise Busy(
+                    f"{num_waiting} requests are waiting already, {num_own} of them yours, "
+                    "the most that this server lets wait"
+                )
+            self._queue.append(submission)
             self._changed.notify()
-        return cancel
+        return functools.partial(self._cancel, submission)
+
+    def _cancel(self, submission: Submission) -> None:
+        submission.is_cancelled = True
+        with self._changed:
+            self._changed.notify()
 
     def fingerprint(self, model: str) -> str:
-        """Names all that an answer depends on besides its request: weights, programs, sizes, versions, device."""
+        """Return a hash of what answers depend on besides requests: weights, programs, device."""
         return self._fingerprints[model]
 
     def close(self, drain_s: float = 0.0) -> int:
-        """Take no more requests, finish those under way within ``drain_s``; returns how many were broken off."""
+        """Refuse new requests, and finish the others within ``drain_s``.
+
+        Return how many were broken off.
+        """
         with self._changed:
-            self._closing = True
-            self._changed.wait_for(lambda: not (self._queue or self._asked), drain_s)
-            self._stopped = True
+            self._is_closing = True
+            self._changed.wait_for(lambda: not (self._queue or self._active), drain_s)
+            self._is_stopped = True
             self._changed.notify()
         if self._thread.is_alive():
             self._thread.join()
-        left = [*self._queue, *self._asked.values()]
-        for asked in left:
-            asked.deliver(Failure("the server is shutting down: the answer was broken off"))
-        return len(left)
+        unfinished = [*self._queue, *self._active.values()]
+        failure = Failure("the server is shutting down: the answer was broken off")
+        for submission in unfinished:
+            submission.deliver(failure)
+        return len(unfinished)
+
+    # The thread
 
     def _serve(self) -> None:
         while True:
             with self._changed:
-                self._let_in()
-                self._changed.notify_all()  # who waits for the end
-                if self._stopped:
+                self._admit()
+                self._changed.notify_all()  # ``close`` waits for the end
+                if self._is_stopped:
                     return
-                if not self._asked:
+                if not self._active:
                     self._changed.wait()
                     continue
             try:
-                events = self._engine.step()
-                now_s = time.monotonic()
-                for row, asked in self._asked.items():
-                    if row.tokens and not asked.first_s:
-                        asked.first_s = now_s
-                for row, event in events:
-                    if row in self._asked:
-                        self._deliver(self._asked[row], event)
-            except (
-                Exception
-            ):  # what nobody foresaw: these requests fail, and the next ones find new slots
+                for row, event in self._engine.step():
+                    self._deliver(self._active[row], event)
+            except Exception:
+                # These requests fail; the next ones get new slots.
                 traceback.print_exc()
-                for asked in self._asked.values():
-                    asked.deliver(
-                        Failure("the server failed at this request, and has said why in its log")
-                    )
-                self._asked = {}
+                failure = Failure("the server failed at this request, and has said why in its log")
+                for submission in self._active.values():
+                    submission.deliver(failure)
+                self._active = {}
                 self._engine.reset()
 
-    def _let_in(self) -> None:
-        """Let go of clients that left, and fill free slots from the queue; what is left idle compares answers."""
-        waiting = deque(asked for asked in self._queue if not asked.cancelled)
+    def _admit(self) -> None:
+        """Drop cancelled requests, and fill free slots from the queue, or else with replays."""
+        waiting = [submission for submission in self._queue if not submission.is_cancelled]
         metrics.CANCELLED.inc(len(self._queue) - len(waiting))
-        self._queue = waiting
-        for row, asked in [*self._asked.items()]:
-            gives_way = asked.again is not None and bool(
-                self._queue
-            )  # who waits comes before what is made again
-            if asked.cancelled or gives_way:
-                self._again += [asked.again] if asked.again else []
+        self._queue = deque(waiting)
+        for row, submission in [*self._active.items()]:
+            # Requests that wait take precedence over replays.
+            gives_way = submission.replayed is not None and bool(self._queue)
+            if submission.is_cancelled or gives_way:
+                if submission.replayed:
+                    self._replays.append((row.request, submission.replayed))
                 self._engine.cancel(row)
-                self._count(asked)
-                del self._asked[row]
-        while self._engine.num_free > 0 and (self._queue or (self._again and not self._closing)):
-            asked = self._next() if self._queue else self._replay(*self._again.popleft())
-            self._asked[self._engine.submit(asked.row)] = asked
+                self._remove(submission)
+        while self._engine.num_free > 0:
+            if self._queue:
+                submission = self._next_submission()
+            elif self._replays and not self._is_closing:
+                request, answer = self._replays.popleft()
+                row = self._engine.make_row(request)
+                submission = Submission(row, functools.partial(_compare, answer), replayed=answer)
+            else:
+                break
+            self._active[self._engine.submit(submission.row)] = submission
         metrics.QUEUED.set(len(self._queue))
-        metrics.BUSY_SLOTS.set(len(self._asked))
+        metrics.BUSY_SLOTS.set(len(self._active))
 
-    def _next(self) -> _Asked:
-        """Take the next request from the queue: of the client with the fewest slots, whose others go to the end."""
-        clients = [asked.request.client for asked in self._asked.values()]
-        chosen = min(self._queue, key=lambda asked: clients.count(asked.request.client))
+    def _next_submission(self) -> Submission:
+        """Take a request of the client with the fewest slots.
+
+        The client's others go to the queue's end.
+        """
+        clients = [row.request.client for row in self._active]
+        chosen = min(self._queue, key=lambda other: clients.count(other.row.request.client))
         self._queue.remove(chosen)
-        self._queue = deque(
-            sorted(self._queue, key=lambda asked: asked.request.client == chosen.request.client)
-        )
+        client = chosen.row.request.client
+        ordered = sorted(self._queue, key=lambda other: other.row.request.client == client)
+        self._queue = deque(ordered)
         return chosen
 
-    def _deliver(self, asked: _Asked, event: Piece | Answer) -> None:
-        """Hand an event to who asked; with the last one, count what was served."""
-        if not asked.cancelled:
-            asked.deliver(event)
+    def _deliver(self, submission: Submission, event: Event) -> None:
+        """Deliver an event; after the last one, count what was served, and perhaps replay it."""
+        if not submission.is_cancelled:
+            submission.deliver(event)
         if isinstance(event, Answer):
-            if asked.request.caches and self._random.random() < self.config.replay:
-                self._again.append((dataclasses.replace(asked.request, caches=False), event))
-            del self._asked[asked.row]
-            self._count(asked)
+            request = submission.row.request
+            if request.caches and self._random.random() < self.config.replay:
+                self._replays.append((dataclasses.replace(request, caches=False), event))
+            self._remove(submission)
 
-    def _count(self, asked: _Asked) -> None:
-        """Count what was served; not what is made for the server's own sake."""
-        row = asked.row
-        if not asked.request.caches:
+    def _remove(self, submission: Submission) -> None:
+        """Remove a request from its slot, and count it unless it is a replay."""
+        row = self._active.pop(submission.row).row
+        if submission.replayed:
             return
-        metrics.CANCELLED.inc(asked.cancelled)
-        metrics.PROMPT_TOKENS.inc(min(row.num_computed + 1, len(asked.request.prompt.ids)))
-        metrics.CACHED_TOKENS.inc(row.num_hits)
-        metrics.NEW_TOKENS.inc(len(row.tokens))
-        if asked.first_s:
-            metrics.FIRST_TOKEN_S.observe(asked.first_s - asked.arrival_s)
-        if len(row.tokens) > 1:
-            metrics.BETWEEN_TOKENS_S.observe(
-                (time.monotonic() - asked.first_s) / (len(row.tokens) - 1)
-            )
-
-    def _replay(self, request: Request, before: Answer) -> _Asked:
-        """A request once more, without the cache, to be compared with its answer."""
-
-        def compare(event: Any) -> None:
-            if isinstance(event, Answer):
-                if event._replace(cached_tokens=0) != before._replace(cached_tokens=0):
-                    metrics.MISMATCHES.inc()
-                    print(
-                        "error: an answer came out otherwise when it was generated again",
-                        file=sys.stderr,
-                    )
-                metrics.REPLAYED.inc()
-
-        return _Asked(
-            self._engine.row_of(request), compare, time.monotonic(), again=(request, before)
-        )
+        metrics.CANCELLED.inc(submission.is_cancelled)
+        metrics.count_row(row)
 
     def _fingerprint(self, model: LanguageModel) -> str:
         device = jax.devices()[0]
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         parts = (
-            *(
-                weights_fingerprint(model),
-                model.config,
-                model.text_tokenizer.fingerprint(),
-                model.chat_template,
-            ),
-            *(model.stop_ids, self.config.slots, self._max_len, self._engine.chunk_tokens),
-            *(jllama.__version__, jax.__version__, version("jaxlib"), os.environ.get("XLA_FLAGS")),
-            *(device.platform, device.device_kind, platform.machine(), cores),
+            weights_fingerprint(model),
+            model.config,
+            model.text_tokenizer.fingerprint(),
+            model.chat_template,
+            model.stop_ids,
+            self.config.slots,
+            self._engine.max_len,
+            self._engine.chunk_tokens,
+            jllama.__version__,
+            jax.__version__,
+            version("jaxlib"),
+            os.environ.get("XLA_FLAGS"),
+            device.platform,
+            device.device_kind,
+            platform.machine(),
+            cores,
         )
         return "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
-def _num_rows(config: EngineConfig) -> int:
-    """Rows of keys and values: one a slot, and one that prompts are computed in, if there are several."""
-    return config.slots + (config.slots > 1)
+def _compare(before: Answer, event: Event) -> None:
+    """Compare a replay's answer with the one given before."""
+    if not isinstance(event, Answer):
+        return
+    if event._replace(cached_tokens=0) != before._replace(cached_tokens=0):
+        metrics.MISMATCHES.inc()
+        print("error: an answer came out otherwise when it was generated again", file=sys.stderr)
+    metrics.REPLAYED.inc()
 
 
-def _sizes(model: LanguageModel, config: EngineConfig, weights_bytes: int) -> tuple[int, int]:
-    """The context that is served, and how long the rows are for it: whole chunks of all of them fit in the memory."""
-    context = min(config.context or model.config.max_seq_len, model.config.max_seq_len)
-    chunk_bytes = kv_bytes(model.config, model.decode_params.dtype, _num_rows(config) * CHUNK)
+def _context_that_fits(
+    config: EngineConfig, max_context: int, token_bytes: int, weights_bytes: int
+) -> int:
+    """Return the context to serve: what fits in the memory of the configured or the model's own.
+
+    Memory is counted in chunks of all rows, of ``token_bytes`` a token.
+    """
+    context = min(config.context or max_context, max_context)
     free_bytes = (device_memory_bytes(jax.devices()[0]) or 2**60) - weights_bytes
-    have = config.memory_gib * 2**30 or _SHARE_OF_MEMORY * free_bytes
-    chunks = -(-context // CHUNK)
-    if (fits := int(have // chunk_bytes)) < chunks:
-        least = chunks if config.context else 1
-        if fits < least:
-            said = f"{config.slots} slots of {least * CHUNK} tokens take {least * chunk_bytes / 2**30:.2f} GiB"
-            raise UsageError(
-                f"{said}, and there are {have / 2**30:.2f}: take fewer slots or a shorter context"
-            )
-        chunks = fits
-    context = min(context, chunks * CHUNK)
-    return context, cache_len(context, context)
+    available = config.memory_gib * 2**30 or _MEMORY_SHARE * free_bytes
+    num_chunks = int(available // (CHUNK * token_bytes))
+    # A configured context must fit completely; the model's own is shortened to what fits.
+    min_tokens = CHUNK
+    if config.context:
+        min_tokens = -(-context // CHUNK) * CHUNK
+    if num_chunks * CHUNK < min_tokens:
+        raise UsageError(
+            f"{config.slots} slots of {min_tokens} tokens take "
+            f"{min_tokens * token_bytes / 2**30:.2f} GiB, and there are "
+            f"{available / 2**30:.2f}: take fewer slots or a shorter context"
+        )
+    return min(context, num_chunks * CHUNK)

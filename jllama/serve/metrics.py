@@ -1,6 +1,10 @@
-"""What is counted of a server, in Prometheus' format."""
+"""The server's metrics, in Prometheus' format."""
+
+import time
 
 from prometheus_client import Counter, Gauge, Histogram
+
+from jllama.generation.requests import Row
 
 _TIMES_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -20,3 +24,15 @@ BETWEEN_TOKENS_S = Histogram(
 )
 REPLAYED = Counter("jllama_replayed_answers", "Answers generated again to compare")
 MISMATCHES = Counter("jllama_replay_mismatches", "Answers that differed when generated again")
+
+
+def count_row(row: Row) -> None:
+    """Count the tokens and times of a row that leaves the engine."""
+    num_tokens = len(row.tokens)
+    PROMPT_TOKENS.inc(min(row.num_prefilled + 1, len(row.request.prompt.ids)))
+    CACHED_TOKENS.inc(row.num_cached)
+    NEW_TOKENS.inc(num_tokens)
+    if num_tokens:
+        FIRST_TOKEN_S.observe(row.first_token_s - row.arrival_s)
+    if num_tokens > 1:
+        BETWEEN_TOKENS_S.observe((time.monotonic() - row.first_token_s) / (num_tokens - 1))

@@ -1,10 +1,16 @@
-"""OpenAI's protocol: requests, from JSON to what the engine takes.
+"""OpenAI's API: requests, from JSON to what the engine takes.
 
-What becomes of a request's fields: one that is null counts as left out. One that is served is checked, in type and
-range. One of OpenAI's that is not served and could change the answer (``NOT_SERVED``) is refused, unless its value asks
-for what is done anyhow; one that cannot change it (``IGNORED``) is ignored. Any other name is refused, with the nearest
-one named. Under ``--ignore_unknown`` both are ignored, but for those that are ``ESSENTIAL``. The fields of
-``SamplingParams`` go by their own names and have its ranges; a seed that is left out is drawn.
+Rules for the fields of a request:
+
+- A field that is null counts as left out.
+- A field that is served is checked: its type and range.
+- A field of OpenAI's that is not served and could change the answer (``NOT_SERVED``) is refused,
+  unless its value requests the default behavior. One that cannot change it (``IGNORED``) is
+  ignored.
+- Any other field is refused, with a suggestion of the nearest name.
+- ``--ignore_unknown`` ignores the last two kinds as well, except for ``ESSENTIAL`` fields.
+- The fields of ``SamplingParams`` have the same names and ranges here; a seed that is left out is
+  drawn.
 """
 
 import dataclasses
@@ -21,13 +27,12 @@ from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 from jllama.config import Grammar, GrammarKind
 from jllama.errors import UsageError, unknown_name
 from jllama.files import Json, fault_of
-from jllama.generation.requests import MOST_TOP, Pooling, Request
+from jllama.generation.requests import MAX_TOP, Pooling, Request
 from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.generation.text import encode_prompt
 from jllama.language_model import LanguageModel
 from jllama.serve.engine import EngineThread
-from jllama.serve.tools import Dialect, check_tools, dialect
-from jllama.serve.tools import grammar as grammar_of_tools
+from jllama.serve.tools import Dialect, call_grammar, check_tools, find_dialect
 from jllama.templates.messages import conversing, find_template, openai_messages, template_variables
 from jllama.templates.template import render
 
@@ -48,7 +53,7 @@ NOT_SERVED = {
     "truncation": ["disabled"],
     "annotations": [[]],
 }
-"""Fields of OpenAI's that are refused, and the values of each that change nothing."""
+"""Fields of OpenAI's that are refused, and the values of each that change no answer."""
 IGNORED = {
     "metadata",
     "prompt_cache_key",
@@ -59,61 +64,68 @@ IGNORED = {
     "user",
 }
 """Fields of OpenAI's that cannot change an answer."""
-_KEPT = {"conversation", "previous_response_id"}  # name what OpenAI's servers keep between requests
-ESSENTIAL = _KEPT | {"audio", "function_call", "functions", "modalities", "suffix"}
-"""Fields of OpenAI's that are part of what is asked: these are refused under ``--ignore_unknown``, too."""
+# Names of what OpenAI's servers store between requests.
+_STORED = {"conversation", "previous_response_id"}
+ESSENTIAL = _STORED | {"audio", "function_call", "functions", "modalities", "suffix"}
+"""Fields of OpenAI's that are part of the question: ``--ignore_unknown`` refuses them as well."""
 _TO_THE_END = "0 or more: leave it out to go on to the end of the context"
 _MINUS_ONE = {"seed": "between 0 and 2**32 - 1: leave it out to have one drawn"}
 _MINUS_ONE |= dict.fromkeys(
     ["max_tokens", "max_completion_tokens", "max_output_tokens"], _TO_THE_END
 )
 _MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id"}
-_MARK = (
-    "\ufffc the message goes on here "  # its last character shows whether a template trims messages
-)
-_LOOSE = Field(strict=False)  # JSON has neither tuples nor keys that are numbers
-_JSON: dict[Any, Any] = {tuple[int, ...]: Annotated[tuple[int, ...], _LOOSE]}
-_JSON[Mapping[int, float]] = dict[Annotated[int, _LOOSE], float]
+# Behind a message to continue; the last character shows whether a template trims messages.
+_MARK = "\ufffc the message goes on here "
+# JSON has neither tuples nor keys that are numbers.
+_LOOSE = Field(strict=False)
+_JSON_TYPES: dict[Any, Any] = {
+    tuple[int, ...]: Annotated[tuple[int, ...], _LOOSE],
+    Mapping[int, float]: dict[Annotated[int, _LOOSE], float],
+}
 _SAMPLING: Json = {
     field.name: (
-        _JSON.get(field.type, field.type) | None,
+        _JSON_TYPES.get(field.type, field.type) | None,
         Field(None, description=field.metadata.get("check", [""])[-1]),
     )
     for field in dataclasses.fields(SamplingParams)
 }
-_Stop = Annotated[str, Field(max_length=1000)]
 _SAMPLING["seed"] = (
     int,
     Field(default_factory=lambda: secrets.randbits(32), description="drawn if it is left out"),
 )
+_Stop = Annotated[str, Field(max_length=1000)]
 
 
 IGNORED_HERE: ContextVar[set[str] | None] = ContextVar("IGNORED_HERE", default=None)
-"""Collects the names of the fields that are ignored in the request under way; None refuses them."""
+"""Collects the names of ignored fields of the current request; None refuses such fields."""
 
 
 class UnknownModelError(UsageError):
-    """There is no such model here."""
+    """The request names a model that is not served."""
 
-    code, status = "model_not_found", 404
+    code = "model_not_found"
+    status = 404
 
 
-def served_fields(fields: Json, served: Collection[str], where: str = "") -> Json:
-    """Those of a request's fields that count; ``UsageError`` for one that is neither ``served`` nor to be ignored."""
-    kept = {}
+def select_fields(fields: Json, served: Collection[str], where: str = "") -> Json:
+    """Return the fields that are ``served`` and not null.
+
+    Raises:
+        UsageError: a field is neither served nor to be ignored.
+    """
+    selected = {}
     ignored = IGNORED_HERE.get()
     for name, value in fields.items():
-        if value is None or (
-            name not in served and (name in IGNORED or value in NOT_SERVED.get(name, []))
-        ):
+        changes_nothing = name in IGNORED or value in NOT_SERVED.get(name, [])
+        if value is None or (changes_nothing and name not in served):
             continue
         if value == -1 and name in _MINUS_ONE:
             raise UsageError(f"{name} is -1; it must be {_MINUS_ONE[name]}")
         if name in served:
-            kept[name] = value
+            selected[name] = value
         elif ignored is not None and name not in ESSENTIAL:
             ignored.add(where + name)
-        elif name in _KEPT:
+        elif name in _STORED:
             raise UsageError(
                 f"{name} is not served here, where nothing is kept: send the whole conversation"
             )
@@ -121,30 +133,31 @@ def served_fields(fields: Json, served: Collection[str], where: str = "") -> Jso
             raise UsageError(f"{name} is not served here: leave it out")
         else:
             raise unknown_name("field", where + name[:100], served)
-    return kept
+    return selected
 
 
 class Fields(BaseModel):
-    """What a request has, or a part of one: the rules of what becomes of its fields."""
+    """A request or a part of it, whose fields follow the rules of this module."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
     @model_validator(mode="before")
     @classmethod
-    def _known(cls, fields: Any) -> Any:
+    def _select(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             raise UsageError(
-                "the body must be a JSON object, sent with the header Content-Type: application/json"
+                "the body must be a JSON object, sent with the header "
+                "Content-Type: application/json"
             )
         with fault_of("the body is not of text and finite numbers", ValueError, RecursionError):
             json.dumps(fields, ensure_ascii=False, allow_nan=False).encode()
-        return served_fields(fields, cls.model_fields)
+        return select_fields(fields, cls.model_fields)
 
 
 class Body(Fields):
-    """What all requests have in common."""
+    """The fields of all requests."""
 
-    model: str = Field("", description="the name of a model that is served; without it the first")
+    model: str = Field("", description="the name of a served model; the first if left out")
 
 
 class Tools(Body):
@@ -159,11 +172,16 @@ Settings = create_model("Settings", __base__=Body, **_SAMPLING)
 
 
 class Generation(Settings):
-    """What both kinds of generation take beside ``SamplingParams``; regex, grammar and receipt are not OpenAI's."""
+    """The fields of chats and completions besides ``SamplingParams``.
+
+    Not all of them are OpenAI's.
+    """
 
     n: int = Field(1, ge=1, le=128, description="how many texts, each with the next seed")
     max_tokens: int | None = Field(
-        None, ge=0, description="the most new tokens; without it to the end of the context"
+        None,
+        ge=0,
+        description="the maximum number of new tokens; to the end of the context if left out",
     )
     stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] = Field(default_factory=list)
     stream: bool = False
@@ -171,20 +189,20 @@ class Generation(Settings):
         default_factory=dict
     )
     response_format: Json = Field({"type": "text"}, description="text, json_object or json_schema")
-    regex: str | None = Field(None, description="what the text must match")
+    regex: str | None = Field(None, description="a regular expression that the text must match")
     grammar: str | None = Field(
-        None, description="what it must match, in llguidance's dialect of Lark"
+        None, description="a grammar that it must match, in llguidance's dialect of Lark"
     )
     cache_salt: str = Field(
-        "", max_length=1000, description="prefixes are shared by requests with the same one"
+        "", max_length=1000, description="prefixes are shared by requests with the same salt"
     )
     receipt: bool = Field(
-        False, description="add what it takes to make the answer again and to compare it"
+        False, description="add what is needed to generate the answer again and compare it"
     )
 
 
 class Conversation(Tools):
-    """Messages, and what else the model's template is given."""
+    """Messages, and other inputs of the model's template."""
 
     messages: list[Json] = Field(min_length=1)
     chat_template_kwargs: Json = Field(default_factory=dict)
@@ -192,20 +210,20 @@ class Conversation(Tools):
         None, description="true unless continue_final_message is"
     )
     continue_final_message: bool = Field(
-        False, description="go on with the last message, which is the assistant's"
+        False, description="continue the last message, which is the assistant's"
     )
 
 
 class Chat(Generation, Conversation):
-    """A conversation to be continued."""
+    """A conversation to continue."""
 
     max_completion_tokens: int | None = Field(None, ge=0, description="the same as max_tokens")
     logprobs: bool = False
-    top_logprobs: int = Field(0, ge=0, le=MOST_TOP)
+    top_logprobs: int = Field(0, ge=0, le=MAX_TOP)
 
 
 class Continuation(Generation):
-    """A text or token ids to be continued, or several."""
+    """A text or token ids to continue, or several."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
     echo: bool = False
@@ -213,41 +231,39 @@ class Continuation(Generation):
 
     @property
     def prompts(self) -> list[Any]:
-        """``prompt`` as a list, each text or ids."""
-        is_one = isinstance(self.prompt, str) or any(
-            isinstance(each, int) for each in self.prompt[:1]
-        )
+        """``prompt`` as a list of texts or of token ids."""
+        is_one = isinstance(self.prompt, str) or isinstance(next(iter(self.prompt), None), int)
         return [self.prompt] if is_one else [*self.prompt]
 
 
 class Embedding(Body):
-    """A text or token ids whose embedding is asked for, or several; pooling is not OpenAI's."""
+    """A text or token ids to embed, or several; ``pooling`` is not OpenAI's."""
 
     input: str | list[int] | list[str] | list[list[int]]
     pooling: Pooling = Field(
-        "mean", description="of the final activations of all tokens; or the last token's"
+        "mean", description="of the final activations: the mean of all tokens, or the last token"
     )
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: int | None = Field(None, description="as many as the model's have")
+    dimensions: int | None = Field(
+        None, description="the number of dimensions of the model's embeddings"
+    )
 
 
 class Pooled(Continuation):
-    """No token behind the prompts, and their embeddings."""
+    """Prompts to compute embeddings of, without new tokens."""
 
     pooling: Pooling
 
 
 class Text(Body):
-    """A text whose tokens are asked for."""
+    """A text to convert to tokens."""
 
     prompt: str
-    add_special_tokens: bool = Field(
-        True, description="begin with BOS where the model's prompts do"
-    )
+    add_special_tokens: bool = Field(True, description="begin with BOS if the model's prompts do")
 
 
 class Tokens(Body):
-    """Tokens whose text is asked for."""
+    """Tokens to convert to text."""
 
     tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
 
@@ -257,159 +273,188 @@ class Job(NamedTuple):
 
     body: Chat | Continuation
     model: LanguageModel
-    requests: list[Request]  # the ``n`` texts of the first prompt, those of the next, ...
-    head: Json  # with which the answer begins
+    requests: list[Request]  # the ``n`` texts of the first prompt, then those of the next
+    head: Json  # the first fields of the answer
     dialect: Dialect | None = None  # how the model calls tools, if it may
 
 
-def served(engine: EngineThread, name: str) -> tuple[str, LanguageModel]:
-    """A model by its name, the first without one; ``UnknownModelError`` if there is none."""
+def find_model(engine: EngineThread, name: str) -> tuple[str, LanguageModel]:
+    """Return the name and the model, for an empty name the first.
+
+    Raises:
+        UnknownModelError: the model is not served.
+    """
     name = name or next(iter(engine.models))
     if name not in engine.models:
         raise UnknownModelError(str(unknown_name("model", name[:100], engine.models)))
     return name, engine.models[name]
 
 
-def conversation_text(model: LanguageModel, body: Conversation) -> tuple[str, Dialect | None]:
-    """What the model's template makes of a conversation, and how the model calls tools, if it may."""
+def render_conversation(model: LanguageModel, body: Conversation) -> tuple[str, Dialect | None]:
+    """Render a conversation by the model's template; return how the model calls tools, if it may.
+
+    Raises:
+        UsageError: the template does not support the request.
+    """
+    # 1) Tools
     template = find_template(model.text_tokenizer, model.chat_template)
-    way, may = dialect(template), bool(body.tools) and body.tool_choice != "none"
+    dialect = find_dialect(template)
     if body.tools or body.tool_choice not in ("auto", "none"):
         check_tools(body.tools, body.tool_choice)
-        if way is None:
+        if dialect is None:
             raise UsageError(
                 "the model's chat template takes no tools: leave them out, or serve another model"
             )
-    messages = openai_messages(
-        [served_fields(each, _MESSAGE_FIELDS, "messages.") for each in body.messages]
-    )
+    shows_tools = bool(body.tools) and body.tool_choice != "none"
+    # 2) Messages; a mark shows where the template puts the end of the one to continue
+    fields = [select_fields(message, _MESSAGE_FIELDS, "messages.") for message in body.messages]
+    messages = openai_messages(fields)
     continues = body.continue_final_message
-    begins_answer = not continues and body.add_generation_prompt is not False
     if continues:
         *earlier, last = messages
         if body.add_generation_prompt or last["role"] != "assistant" or "tool_calls" in last:
-            expected = (
-                "the last one must be text of the assistant's, and add_generation_prompt left out"
+            raise UsageError(
+                "continue_final_message goes on with the messages: the last one must be text of "
+                "the assistant's, and add_generation_prompt left out"
             )
-            raise UsageError(f"continue_final_message goes on with the messages: {expected}")
         messages = [*earlier, {**last, "content": last["content"] + _MARK}]
-    about = begins_answer, body.tools if may else None, body.chat_template_kwargs
-    given = template_variables(model.text_tokenizer, messages, *about)
-    text = render(way.template if way else template, **given)
+    # 3) The text
+    variables = template_variables(
+        model.text_tokenizer,
+        messages,
+        not continues and body.add_generation_prompt is not False,
+        body.tools if shows_tools else None,
+        body.chat_template_kwargs,
+    )
+    text = render(dialect.template if dialect else template, **variables)
     if continues:
         text, mark, after = text.rpartition(_MARK.rstrip())
         if not mark:
             raise UsageError(
-                "the chat template leaves the last message out, so continue_final_message is not served"
+                "the chat template leaves the last message out, so continue_final_message is not "
+                "served"
             )
         if not after.startswith(" "):
             text = text.rstrip()
-    return text, way if may else None
+    return text, dialect if shows_tools else None
 
 
-def job_of(engine: EngineThread, body: Chat | Continuation) -> Job:
-    """What a body asks of the engine; ``UsageError`` if it cannot be served."""
-    name, model = served(engine, body.model)
+def make_job(engine: EngineThread, body: Chat | Continuation) -> Job:
+    """Convert a body to requests of the engine.
+
+    Raises:
+        UsageError: it cannot be served.
+    """
+    name, model = find_model(engine, body.model)
     if body.stream_options and not body.stream:
         raise UsageError("stream_options are for a stream: set stream to true, or leave them out")
-    like, way = (
-        _of_chat(engine, model, name, body)
-        if isinstance(body, Chat)
-        else (_of_texts(name, body), None)
-    )
-    if len(like) * body.n > (most := engine.config.queue + engine.config.slots):
+    dialect = None
+    if isinstance(body, Chat):
+        drafts, dialect = _chat_request(engine, model, name, body)
+        kind = "chat.completion"
+        prefix = "chatcmpl"
+    else:
+        drafts = _text_requests(name, body)
+        kind = "text_completion"
+        prefix = "cmpl"
+    num_texts = len(drafts) * body.n
+    max_texts = engine.config.queue + engine.config.slots
+    if num_texts > max_texts:
         raise UsageError(
-            f"{len(like) * body.n} texts are asked for at once, and {most} fit here: ask for fewer"
+            f"{num_texts} texts are asked for at once, and {max_texts} fit here: ask for fewer"
         )
-    sampling, requests = (
-        SamplingParams(**body.model_dump(include={*_SAMPLING}, exclude_none=True)),
-        [],
-    )
-    for request in like:
-        if isinstance(request.prompt.content, str):
-            engine.check_text(model, request.prompt.content)
-        given = {
-            "sampling": sampling,
-            "stop": body.stop,
-            "grammar": _grammar(body, request.prompt.grammar),
-        }
-        prompt = encode_prompt(model, dataclasses.replace(request.prompt, **given))
+    sampling = SamplingParams(**body.model_dump(include={*_SAMPLING}, exclude_none=True))
+    requests = []
+    for draft in drafts:
+        if isinstance(draft.prompt.content, str):
+            engine.check_text(model, draft.prompt.content)
+        grammar = _grammar(body, draft.prompt.grammar)
+        prompt = dataclasses.replace(
+            draft.prompt, sampling=sampling, stop=body.stop, grammar=grammar
+        )
+        prompt = encode_prompt(model, prompt)
         for number in range(body.n):
             seeded = dataclasses.replace(sampling, seed=(sampling.seed + number) % 2**32)
-            requests.append(
-                dataclasses.replace(request, prompt=dataclasses.replace(prompt, sampling=seeded))
+            request = dataclasses.replace(
+                draft, prompt=dataclasses.replace(prompt, sampling=seeded)
             )
-            engine.check(requests[-1])
-    kind, prefix = (
-        ("chat.completion", "chatcmpl") if isinstance(body, Chat) else ("text_completion", "cmpl")
-    )
-    head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time())}
-    return Job(
-        body,
-        model,
-        requests,
-        head | {"model": name, "system_fingerprint": engine.fingerprint(name)},
-        way,
-    )
+            engine.check(request)
+            requests.append(request)
+    head = {
+        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": name,
+        "system_fingerprint": engine.fingerprint(name),
+    }
+    return Job(body, model, requests, head, dialect)
 
 
-def _of_chat(
+def _chat_request(
     engine: EngineThread, model: LanguageModel, name: str, body: Chat
 ) -> tuple[list[Request], Dialect | None]:
-    """What is particular to a conversation, and how the model calls tools, if it may."""
-    most = {each for each in (body.max_tokens, body.max_completion_tokens) if each is not None}
-    if len(most) > 1:
+    """Return the request of a conversation, and how the model calls tools, if it may."""
+    limits = {body.max_tokens, body.max_completion_tokens} - {None}
+    if len(limits) > 1:
         raise UsageError(
             "max_tokens and max_completion_tokens mean the same and differ: give one of them"
         )
     if body.top_logprobs and not body.logprobs:
         raise UsageError("top_logprobs are asked for without logprobs: set logprobs to true")
-    text, way = conversation_text(model, body)
-    calls = (
-        grammar_of_tools(body.tools, body.tool_choice, way, body.parallel_tool_calls)
-        if way
-        else None
-    )
-    _, ends = conversing(model.text_tokenizer, model.chat_template, model.stop_ids)
+    text, dialect = render_conversation(model, body)
+    calls = None
+    if dialect:
+        calls = call_grammar(body.tools, body.tool_choice, dialect, body.parallel_tool_calls)
+    _, stop_ids = conversing(model.text_tokenizer, model.chat_template, model.stop_ids)
     engine.check_text(model, text)
     ids = model.text_tokenizer.encode_with_special_tokens(text)
-    prompt = Prompt(ids, max_new_tokens=max(most, default=None), stop_ids=ends, grammar=calls)
-    return [Request(prompt, name, body.top_logprobs)], way
+    limit = next(iter(limits), None)
+    prompt = Prompt(ids, max_new_tokens=limit, stop_ids=stop_ids, grammar=calls)
+    return [Request(prompt, name, body.top_logprobs)], dialect
 
 
-def _of_texts(name: str, body: Continuation) -> list[Request]:
-    scored = body.echo and body.logprobs is not None
-    if scored and body.stream:
+def _text_requests(name: str, body: Continuation) -> list[Request]:
+    """Return a request for each prompt."""
+    is_scored = body.echo and body.logprobs is not None
+    if is_scored and body.stream:
         raise UsageError("echo with logprobs is not served as a stream: leave one of the three out")
     if not body.prompts:
         raise UsageError(
             "prompt is an empty list, or input is an empty list: give a text, token ids or several"
         )
-    prompts = (Prompt(content, max_new_tokens=body.max_tokens) for content in body.prompts)
     pooling = body.pooling if isinstance(body, Pooled) else None
     return [
-        Request(prompt, name, body.logprobs or 0, scored, pooling=pooling) for prompt in prompts
+        Request(
+            Prompt(content, max_new_tokens=body.max_tokens),
+            name,
+            body.logprobs or 0,
+            is_scored,
+            pooling=pooling,
+        )
+        for content in body.prompts
     ]
 
 
 def _grammar(body: Generation, calls: Grammar | None) -> Grammar | None:
-    """What a text must match: calls of tools that must be called, or what the body says."""
-    given: dict[GrammarKind, str | None] = {"regex": body.regex, "lark": body.grammar}
+    """Return what a text must match: calls of required tools, or the body's own grammar."""
+    texts: dict[GrammarKind, str | None] = {"regex": body.regex, "lark": body.grammar}
     match body.response_format:
         case {"type": "text"}:
             pass
         case {"type": "json_object"}:
-            given["json_schema"] = '{"type": "object"}'
+            texts["json_schema"] = '{"type": "object"}'
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
-            given["json_schema"] = json.dumps(schema)
+            texts["json_schema"] = json.dumps(schema)
         case _:
-            kinds = '"text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": {...}}}'
-            raise UsageError(f'response_format must be {{"type": {kinds}')
-    found = [
-        *filter(None, [calls]),
-        *(Grammar(kind, text) for kind, text in given.items() if text is not None),
-    ]
-    if len(found) > 1:
-        said = "a text can match one of response_format, regex, grammar and calls of tools"
-        raise UsageError(f"{said}: leave out the others")
-    return found[0] if found else None
+            raise UsageError(
+                'response_format must be {"type": "text"}, {"type": "json_object"} or '
+                '{"type": "json_schema", "json_schema": {"schema": {...}}}'
+            )
+    grammars = [calls] if calls else []
+    grammars += [Grammar(kind, text) for kind, text in texts.items() if text is not None]
+    if len(grammars) > 1:
+        raise UsageError(
+            "a text can match one of response_format, regex, grammar and calls of tools: "
+            "leave out the others"
+        )
+    return grammars[0] if grammars else None

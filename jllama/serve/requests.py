@@ -1,4 +1,4 @@
-"""What a server adds to the engine's events."""
+"""The engine's events as a server delivers them, with its own errors."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,11 +14,17 @@ class Failure(NamedTuple):
 
 Event = Piece | Answer | Failure
 Deliver = Callable[[Event], None]
-"""Gets the events of one request in order, in the engine's thread: it must return at once, and not raise."""
+"""Receives the events of one request in order, in the engine's thread.
+
+It must return at once, and not raise.
+"""
 
 
 class Busy(Exception):
-    """The queue is full, or the server is shutting down; ``retry_after_s`` says when to come again."""
+    """The queue is full, or the server is starting or shutting down.
+
+    ``retry_after_s`` is the value of the header ``Retry-After``, in seconds.
+    """
 
     def __init__(self, message: str, retry_after_s: int = 1) -> None:
         super().__init__(message)

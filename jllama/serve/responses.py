@@ -1,4 +1,4 @@
-"""OpenAI's Responses: a request becomes a chat, and what the chat answers becomes a response and its events."""
+"""OpenAI's Responses API: a request becomes a chat, and its answer a response and events."""
 
 import itertools
 import time
@@ -17,51 +17,56 @@ _NONE = {"reasoning_tokens": 0}
 
 
 class Text(Fields):
-    """What the text must be."""
+    """The format of the text."""
 
     format: Json = Field(default={"type": "text"}, description="text, json_object or json_schema")
 
 
 class Respond(Tools, Settings):
-    """A text, or the items of a conversation, to be answered. Nothing is kept from one request to the next."""
+    """A text or the items of a conversation to answer. Nothing is stored between requests."""
 
     input: str | Annotated[list[Json], Field(min_length=1)]
-    instructions: str = Field("", description="the system's message, before the input")
+    instructions: str = Field("", description="a system message before the input")
     max_output_tokens: int | None = Field(None, ge=0)
     stream: bool = False
     text: Text = Text()
 
 
-def chat_of(body: Respond) -> Chat:
-    """The chat that a request means."""
+def make_chat(body: Respond) -> Chat:
+    """Convert a request to a chat."""
     common = body.model_dump(include={*Chat.model_fields})
-    format, choice = body.text.format, body.tool_choice
+    format = body.text.format
+    choice = body.tool_choice
     own = {
         "messages": _messages(body),
         "max_tokens": body.max_output_tokens,
         "response_format": format | {"json_schema": format},
-        "tools": [_nested(tool) for tool in body.tools],
-        "tool_choice": choice if isinstance(choice, str) else _nested(choice),
+        "tools": [_nest_function(tool) for tool in body.tools],
+        "tool_choice": choice if isinstance(choice, str) else _nest_function(choice),
         "stream_options": {"include_usage": True} if body.stream else None,
     }
     return Chat(**common | own)
 
 
-def _nested(tool: Json) -> Json:
-    """A function, or the choice of one, as chats have it."""
+def _nest_function(tool: Json) -> Json:
+    """Convert a function, or the choice of one, to the form of chats."""
     function = {**tool}
     return {"type": function.pop("type", None), "function": function}
 
 
 def _messages(body: Respond) -> list[Json]:
-    """The messages that the items of a conversation are; calls belong to the assistant's message before them."""
+    """Convert the input's items to messages.
+
+    Calls belong to the assistant's message before them.
+    """
     messages = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
+    items = body.input
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
     ignored = IGNORED_HERE.get()
-    for item in (
-        [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
-    ):
+    for item in items:
         match item:
             case {"role": role, "content": content}:
                 messages.append({"role": role, "content": content})
@@ -74,13 +79,15 @@ def _messages(body: Respond) -> list[Json]:
             case {"type": "reasoning"} if ignored is not None:
                 ignored.add("input.reasoning")
             case _:
-                expected = "a whole message, function_call or function_call_output: no other items are kept"
-                raise UsageError(f"an item of the input is {str(item)[:50]}; it must be {expected}")
+                raise UsageError(
+                    f"an item of the input is {str(item)[:50]}; it must be a whole message, "
+                    "function_call or function_call_output: no other items are kept"
+                )
     return messages
 
 
-class Responding:
-    """Makes a response, and the events of its stream, of what a chat answers."""
+class ResponseStream:
+    """Converts a chat's answer to a response, and its chunks to the response's events."""
 
     def __init__(self, body: Respond) -> None:
         self._numbers = itertools.count()
@@ -96,33 +103,27 @@ class Responding:
         }
 
     def whole(self, answer: Json) -> Json:
-        """The response that a chat's whole answer is."""
+        """Convert a chat's complete answer."""
         (choice,) = answer["choices"]
         self.events(answer | {"choices": [choice | {"delta": choice["message"]}]})
         self.events(answer | {"choices": []})
         return self._response
 
     def events(self, chunk: Json) -> str:
-        """What a stream says of a chunk of a chat's, of which the last has no choices; perhaps nothing."""
-        said = ""
+        """Convert a chunk to server-sent events, perhaps none; the last chunk has no choices."""
+        text = ""
         items = self._response["output"]
         for name, fields in _events(self._response, chunk):
-            where = (
-                {"output_index": len(items) - 1, "item_id": items[-1]["id"], "content_index": 0}
-                if items
-                else {}
-            )
-            event = (
-                {"type": f"response.{name}", "sequence_number": next(self._numbers)}
-                | where
-                | fields
-            )
-            said += f"event: {event['type']}\n{stream_event(event)}"
-        return said
+            event = {"type": f"response.{name}", "sequence_number": next(self._numbers)}
+            if items:
+                event["output_index"] = len(items) - 1
+                event |= {"item_id": items[-1]["id"], "content_index": 0}
+            text += f"event: {event['type']}\n{stream_event(event | fields)}"
+        return text
 
 
 def _events(response: Json, chunk: Json) -> Iterator[tuple[str, Json]]:
-    """Bring a response up to date by a chunk; the names of the events, and what is in each."""
+    """Update a response by a chunk; yield the name and the fields of each event."""
     items = response["output"]
     item: Json = items[-1] if items else {}
     is_open = item.get("status") == "in_progress"
@@ -138,7 +139,7 @@ def _events(response: Json, chunk: Json) -> Iterator[tuple[str, Json]]:
             yield "in_progress", {"response": response}
         if reason:
             response["status"] = "incomplete" if reason == "length" else "completed"
-        # 1) Text begins an item, or goes on with the last one
+        # 1) Text begins a message, or continues the last one
         if text and not is_open:
             is_open = True
             id = f"msg_{response['id'][5:]}_{len(items)}"
@@ -157,13 +158,13 @@ def _events(response: Json, chunk: Json) -> Iterator[tuple[str, Json]]:
         if text:
             part["text"] += text
             yield "output_text.delta", {"delta": text, "logprobs": []}
-        # 2) A call or the end ends it
+        # 2) A call or the end of the answer ends the message
         if (calls or reason) and is_open:
             item["status"] = "completed" if calls else response["status"]
             yield "output_text.done", {"text": part["text"], "logprobs": []}
             yield "content_part.done", {"part": part}
             yield "output_item.done", {"item": item}
-        # 3) A call comes in one piece
+        # 3) A call comes in one piece, as an item of its own
         for call in calls:
             function = call["function"]
             item = {
@@ -178,7 +179,7 @@ def _events(response: Json, chunk: Json) -> Iterator[tuple[str, Json]]:
             yield "function_call_arguments.done", function
             items[-1] |= function | {"status": "completed"}
             yield "output_item.done", {"item": items[-1]}
-    # 4) Behind the end come the counts of tokens, of which the prompt's are the input's
+    # 4) The last chunk has the token counts; those of the prompt are called those of the input
     if not chunk["choices"]:
         if response["status"] == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}

@@ -1,5 +1,6 @@
-"""Calls of tools: how the models of a chat template write them, what lets only calls through, and reading them."""
+"""Tool calls: how the models of a chat template write them, a grammar for them, and a parser."""
 
+import enum
 import hashlib
 import json
 import re
@@ -11,197 +12,261 @@ from jllama.errors import UsageError
 from jllama.files import Json
 from jllama.templates.messages import SMOLLM2_TOOLS, with_tools
 
+# The fields of a function.
 _FIELDS = {
     "name": str,
     "description": str | None,
     "strict": bool | None,
     "parameters": dict | None,
-}  # of a function
-_SPACING = {
-    "whitespace_flexible": False,
-    "item_separator": ", ",
-    "key_separator": ": ",
-}  # json.dumps', for llguidance
+}
+# The white space of json.dumps, for llguidance.
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_MAX_CALLS = 128
 
 
 class Dialect(NamedTuple):
-    """How a template's models write calls: objects with a ``name`` and arguments, as JSON, between two texts."""
+    """How a template's models write calls: JSON objects with a name and arguments between texts."""
 
-    template: str  # to use in place of the model's; the same where there are no tools
+    template: str  # to use in place of the model's; the same if it was written for tools
     before: str
     after: str
-    between: str = ""  # two calls; empty if the template takes one only
-    arguments: str = "arguments"  # the name of the arguments
+    between: str = ""  # between two calls; empty if the template takes only one
+    arguments: str = "arguments"  # the key of the arguments
 
 
-def dialect(template: str) -> Dialect | None:
-    """How models with this chat template write calls; None if it takes no tools, or writes calls in another way.
+def find_dialect(template: str) -> Dialect | None:
+    """Return how models with this chat template write calls.
 
-    Llama 3.1's and 3.2's are an answer of their own; those of Hermes, Qwen and others each stand in ``<tool_call>``
-    tags. SmolLM2's stand there as a list, in the template that takes its own's place (``with_tools``).
+    Return None if they write none, or in another way.
+
+    Llama 3.1 and 3.2 write a call as the whole answer. Hermes, Qwen and others put each call in
+    ``<tool_call>`` tags. SmolLM2 puts a list of calls there; its own template takes no tools, and
+    ``with_tools`` replaces it.
     """
     template = with_tools(template)
     if template == SMOLLM2_TOOLS:
         return Dialect(template, "<tool_call>[", "]</tool_call>", ", ")
-    if (
-        "tools" in template
-        and "<tool_call>" in template
-        and re.search(r'"arguments\\?": ', template)
-    ):
+    if "tools" not in template:
+        return None
+    if "<tool_call>" in template and re.search(r'"arguments\\?": ', template):
         return Dialect(template, "<tool_call>\n", "\n</tool_call>", "\n</tool_call>\n<tool_call>\n")
-    return (
-        Dialect(template, "", "", "", "parameters")
-        if "tools" in template and '"parameters": ' in template
-        else None
-    )
+    if '"parameters": ' in template:
+        return Dialect(template, "", "", "", "parameters")
+    return None
 
 
 def _function(tool: Any) -> Mapping[str, Any]:
-    """The function that a tool is, or that a choice of one names; empty if it is neither."""
-    function = (
-        tool.get("function")
-        if isinstance(tool, Mapping) and tool.get("type") == "function"
-        else None
-    )
+    """Return the function that a tool or a tool choice names; empty if it names none."""
+    if not isinstance(tool, Mapping) or tool.get("type") != "function":
+        return {}
+    function = tool.get("function")
     return function if isinstance(function, Mapping) else {}
 
 
 def check_tools(tools: Any, choice: Any = None) -> None:
-    """Raise ``UsageError`` unless the ``tools`` and the ``tool_choice`` of a request are as OpenAI has them."""
+    """Raise ``UsageError`` unless ``tools`` and ``tool_choice`` follow OpenAI's API."""
     if not isinstance(tools, list) or not 1 <= len(tools) <= 128:
         raise UsageError(
             "tools must be a list of 1 to 128 functions; leave it out if there are none"
         )
     names = [_function(tool).get("name") for tool in tools]
     for number, (tool, name) in enumerate(zip(tools, names, strict=True)):
-        function = _function(tool)
-        if (
-            not isinstance(name, str)
-            or not re.fullmatch("[A-Za-z0-9_-]{1,64}", name)
-            or names.count(name) > 1
-        ):
-            wrong = f'tool {number} must be {{"type": "function", "function": {{"name": ...}}}}'
+        is_valid_name = isinstance(name, str) and re.fullmatch("[A-Za-z0-9_-]{1,64}", name)
+        if not is_valid_name or names.count(name) > 1:
             raise UsageError(
-                f"{wrong} with a name of its own, 1 to 64 letters, digits, underscores and hyphens"
+                f'tool {number} must be {{"type": "function", "function": {{"name": ...}}}} with a '
+                "name of its own, 1 to 64 letters, digits, underscores and hyphens"
             )
-        bad = [
+        function = _function(tool)
+        wrong = [
             key for key, value in function.items() if not isinstance(value, _FIELDS.get(key, ()))
         ]
-        if bad or (function.get("parameters") or {}).get("type", "object") != "object":
-            wrong = f"the tool {name} has a wrong {(bad or ['parameters'])[0]!r}"
+        if not wrong and (function.get("parameters") or {}).get("type", "object") != "object":
+            wrong = ["parameters"]
+        if wrong:
             raise UsageError(
-                f"{wrong}: its fields are {', '.join(_FIELDS)}, the schema of an object"
+                f"the tool {name} has a wrong {wrong[0]!r}: its fields are {', '.join(_FIELDS)}, "
+                "the schema of an object"
             )
-    if (
-        choice not in (None, "auto", "none", "required")
-        and _function(choice).get("name") not in names
-    ):
-        words = '"auto", "none", "required" or {"type": "function", "function": {"name": ...}}'
-        raise UsageError(f"tool_choice must be {words} with the name of one of the tools")
+    is_word = choice in (None, "auto", "none", "required")
+    if not is_word and _function(choice).get("name") not in names:
+        raise UsageError(
+            'tool_choice must be "auto", "none", "required" or {"type": "function", "function": '
+            '{"name": ...}} with the name of one of the tools'
+        )
 
 
-def grammar(
+def call_grammar(
     tools: Sequence[Any], choice: Any, dialect: Dialect, parallel: bool = True
 ) -> Grammar | None:
-    """What an answer must match: calls of these tools, or one of the tool that ``choice`` names, with valid arguments.
+    """Return what an answer must match: calls of these tools with valid arguments.
 
-    Where the model may choose, calls or a text without any, if a tool is ``strict``; else None, as for ``"none"``, with
-    which the tools should not be shown to the template either. Without ``parallel`` there is one call, else
-    at most eight, as small models do not stop. What ``check_tools`` refuses must not come here.
+    Call ``check_tools`` first.
+
+    Args:
+        tools: as in OpenAI's API.
+        choice: "required"; a tool, whose calls alone are allowed; or "auto", which also allows text
+            without calls if a tool is ``strict``, and else everything.
+        dialect: how calls are written.
+        parallel: allow up to eight calls (small models do not stop by themselves), else one.
+
+    Returns:
+        The grammar; None if everything is allowed, and for "none", when the template should not
+        show the tools either.
     """
-    name, is_free = _function(choice).get("name"), choice in (None, "auto")
-    if choice == "none" or (is_free and not any(tool["function"].get("strict") for tool in tools)):
+    name = _function(choice).get("name")
+    is_free = choice in (None, "auto")
+    functions = [tool["function"] for tool in tools]
+    if choice == "none" or (is_free and not any(function.get("strict") for function in functions)):
         return None
-    rules, calls = [], []
-    for function in (
-        tool["function"] for tool in tools if name in (None, tool["function"]["name"])
-    ):
-        schema = {"type": "object"} | (
-            function.get("parameters") or {"additionalProperties": False}
-        )
+    rules = []
+    calls = []
+    for function in functions:
+        if name not in (None, function["name"]):
+            continue
+        schema = function.get("parameters") or {"additionalProperties": False}
+        schema = {"type": "object"} | schema | {"x-guidance": _SPACING}
         opening = json.dumps(f'{{"name": "{function["name"]}", "{dialect.arguments}": ')
-        calls.append(f"call{len(calls)}")
-        rules.append(f'{calls[-1]}: {opening} {calls[-1]}_arguments "}}"')
-        rules.append(
-            f"{calls[-1]}_arguments: %json {json.dumps(schema | {'x-guidance': _SPACING})}"
-        )
-    before, between, after = (
-        json.dumps(each) for each in (dialect.before, dialect.between, dialect.after)
-    )
-    more = f"({between} call){{0,7}}" if parallel and dialect.between and name is None else ""
-    text = r"/(?s:.*)/ & ~/(?s:.*)<tool_call>(?s:.*)/" if dialect.before else r"/([^{\s](?s:.*))?/"
+        call = f"call{len(calls)}"
+        calls.append(call)
+        rules.append(f'{call}: {opening} {call}_arguments "}}"')
+        rules.append(f"{call}_arguments: %json {json.dumps(schema)}")
+    before = json.dumps(dialect.before)
+    after = json.dumps(dialect.after)
+    more = ""
+    if parallel and dialect.between and name is None:
+        more = f"({json.dumps(dialect.between)} call){{0,7}}"
+    text = r"/([^{\s](?s:.*))?/"
+    if dialect.before:
+        text = r"/(?s:.*)/ & ~/(?s:.*)<tool_call>(?s:.*)/"
+    start = "start: calls | TEXT" if is_free else "start: calls"
     rules += [f"call: {' | '.join(calls)}", f"calls: {before} call {more} {after}"]
-    return Grammar(
-        "lark",
-        "\n".join(["start: calls | TEXT" if is_free else "start: calls", *rules, f"TEXT: {text}"]),
-    )
+    return Grammar("lark", "\n".join([start, *rules, f"TEXT: {text}"]))
+
+
+class _State(enum.Enum):
+    TEXT = enum.auto()  # in text, up to the mark of a call
+    CALL = enum.auto()  # behind a mark, or at the start of an answer in a dialect without marks
+    REST = enum.auto()  # in text that no call can follow
 
 
 class ToolParser:
-    """Reads an answer as it comes: text, and calls of the tools ``names`` as OpenAI streams them, each when complete.
+    """Splits an answer, as it comes, into text and complete calls.
 
-    What only looks like a call comes out as text; white space around calls does not. Nothing depends on how the answer
-    was cut into pieces. ``key`` decides the ids of ``calls``, all so far; without ``parallel`` there is at most one.
+    Calls are as OpenAI streams them. What only looks like a call becomes text; white space around
+    calls is dropped. The result does not depend on how the answer was cut into pieces.
+
+    ====== ============================= ======
+    state  event                         next
+    ====== ============================= ======
+    TEXT   a mark                        CALL
+    CALL   calls, or something else      TEXT, or REST in a dialect without marks
+    CALL   an incomplete call            CALL, until more of the answer comes
+    ====== ============================= ======
+
+    Args:
+        dialect: how calls are written.
+        names: of the tools.
+        key: determines the ids of the calls.
+        parallel: whether there may be more than one call.
     """
 
     def __init__(
         self, dialect: Dialect, names: Sequence[str], key: str, parallel: bool = True
     ) -> None:
-        self.calls: list[Json] = []
-        self._names, self._key, self._arguments = names, key, dialect.arguments
-        self._mark, self._end = ("<tool_call>", "</tool_call>") if dialect.before else ("", "")
-        self._most = 128 if parallel and dialect.between else 1
-        self._held, self._is_start = "", True
+        self.calls: list[Json] = []  # all so far
+        self._names = names
+        self._key = key
+        self._arguments = dialect.arguments
+        self._mark = "<tool_call>" if dialect.before else ""
+        self._end = "</tool_call>" if dialect.before else ""
+        self._max_calls = _MAX_CALLS if parallel and dialect.between else 1
+        self._state = _State.TEXT if dialect.before else _State.CALL
+        self._before = ""  # text before the mark
+        self._pending = ""  # behind that, what is not decided yet
 
     def push(self, text: str, is_end: bool = False) -> list[str | Json]:
-        """What is certain with more of the answer; with its end, all the rest."""
-        held, mark, found = self._held + text, self._mark, []
-        while held:
-            place = held.find(mark) if mark or self._is_start else -1
-            read = self._calls_in(held[place + len(mark) :], is_end) if place >= 0 else None
-            if read is None:  # text, but for what may begin a call and the white space before it
-                part = next(size for size in range(len(mark), -1, -1) if held.endswith(mark[:size]))
-                certain = held[: len(held) - part if place < 0 else place].rstrip()
-                found.append(held if is_end and not (self.calls and held.isspace()) else certain)
-                held = "" if is_end else held[len(certain) :]
-                break
-            calls, rest = read
-            found += [held[:place].rstrip(), *calls] if calls else [held[: len(held) - len(rest)]]
-            self.calls += calls
-            held, self._is_start = rest, False
-        self._held = held
-        return [each for each in found if each]
+        """Add more of the answer.
 
-    def _calls_in(self, text: str, is_end: bool) -> tuple[list[Json], str] | None:
-        """The calls that a text begins with, perhaps none, and what follows them; None if that is not certain yet."""
-        body, found = text.lstrip(), []
+        Return the texts and calls that are certain, at its end all of them.
+        """
+        self._pending += text
+        pieces: list[str | Json] = []
+        state = None
+        while state is not self._state:
+            state = self._state
+            pieces += self._read_call(is_end) if state is _State.CALL else [self._read_text(is_end)]
+        return [piece for piece in pieces if piece]
+
+    def _read_text(self, is_end: bool) -> str:
+        """TEXT, REST: return the text that is certain; a mark leads to CALL."""
+        pending = self._pending
+        mark_start = pending.find(self._mark) if self._state is _State.TEXT else -1
+        if mark_start >= 0:
+            self._before = pending[:mark_start]
+            self._pending = pending[mark_start + len(self._mark) :]
+            self._state = _State.CALL
+            return ""
+        if is_end:
+            self._pending = ""
+            return "" if self.calls and pending.isspace() else pending
+        # Hold back what may be the beginning of a mark, and the white space before it.
+        num_mark = len(self._mark)
+        while not pending.endswith(self._mark[:num_mark]):
+            num_mark -= 1
+        text = pending[: len(pending) - num_mark].rstrip()
+        self._pending = pending[len(text) :]
+        return text
+
+    def _read_call(self, is_end: bool) -> list[str | Json]:
+        """CALL: return the text before it and the calls, or all of it as text if it is no call."""
+        before = self._before
+        text = before.rstrip()
+        result = self._parse_calls(self._pending, is_end)
+        if result is None:
+            self._before = before[len(text) :]
+            return [text]
+        calls, rest = result
+        used = self._pending[: len(self._pending) - len(rest)]
+        self.calls += calls
+        self._before = ""
+        self._pending = rest
+        self._state = _State.TEXT if self._mark else _State.REST
+        return [text, *calls] if calls else [before + self._mark + used]
+
+    def _parse_calls(self, text: str, is_end: bool) -> tuple[list[Json], str] | None:
+        """Return the calls that a text begins with, perhaps none, and the rest.
+
+        Return None if the text does not decide it yet.
+        """
+        no_call = list[Json](), text
+        body = text.lstrip()
         if body[:1] not in ("", "{", "["):
-            return [], text
+            return no_call
         try:
             value, size = json.JSONDecoder(strict=False).raw_decode(body)
-            for index, call in enumerate(
-                value if isinstance(value, list) else [value], len(self.calls)
-            ):
-                id = f"call_{hashlib.sha256(f'{self._key} {index}'.encode()).hexdigest()[:24]}"
-                arguments = json.dumps({**call[self._arguments]}, allow_nan=False)  # an object
-                function = {
-                    "name": self._names[self._names.index(call["name"])],
-                    "arguments": arguments,
-                }
-                found.append({"index": index, "id": id, "type": "function", "function": function})
+            values = value if isinstance(value, list) else [value]
+            calls = [self._call(*item) for item in enumerate(values, len(self.calls))]
         except json.JSONDecodeError as error:
-            is_cut = (
-                error.msg.startswith("Unterminated string") or error.pos > len(body) - 8
-            )  # a literal, an escape
-            return None if is_cut and not is_end else ([], text)
-        except (
-            LookupError,
-            TypeError,
-            ValueError,
-            RecursionError,
-        ):  # JSON, but no call of these tools
-            return [], text
+            # JSON that breaks off in a string, a literal or an escape.
+            is_cut = error.msg.startswith("Unterminated string") or error.pos > len(body) - 8
+            return None if is_cut and not is_end else no_call
+        except (LookupError, TypeError, ValueError, RecursionError):
+            return no_call  # JSON, but no call of these tools
         rest = body[size:].lstrip()
         if rest.startswith(self._end) or (is_end and self._end.startswith(rest)):
-            return found[: self._most - len(self.calls)], rest[len(self._end) :]
-        return None if self._end.startswith(rest) else ([], text)
+            return calls[: self._max_calls - len(self.calls)], rest[len(self._end) :]
+        return None if self._end.startswith(rest) else no_call
+
+    def _call(self, index: int, value: Any) -> Json:
+        """Return a call as OpenAI's API has it; raise an error if it is none."""
+        arguments = json.dumps({**value[self._arguments]}, allow_nan=False)
+        name = self._names[self._names.index(value["name"])]
+        digest = hashlib.sha256(f"{self._key} {index}".encode()).hexdigest()
+        function = {"name": name, "arguments": arguments}
+        return {
+            "index": index,
+            "id": f"call_{digest[:24]}",
+            "type": "function",
+            "function": function,
+        }

@@ -1,4 +1,7 @@
-"""The engine against the oracle run token by token; rows that know of no others; nothing compiled twice."""
+"""The engine against the oracle run token by token.
+
+Rows that know of no others; nothing compiled twice.
+"""
 
 import dataclasses
 import functools
@@ -21,7 +24,8 @@ from jllama.decode_params import DecodeParams, decode_layout
 from jllama.errors import UsageError
 from jllama.generation import engine as engines
 from jllama.generation import steps
-from jllama.generation.engine import MAX_STOPS, Engine
+from jllama.generation.decode_batch import MAX_STOPS
+from jllama.generation.engine import Engine
 from jllama.generation.generate import completions
 from jllama.generation.prompt_lookup import draft_tokens
 from jllama.generation.requests import Answer, Piece, Request
@@ -79,7 +83,10 @@ def prompt_of(ids, sampling=GREEDY, new=None, stop_ids=()):
 
 
 def answers_of(engine, prompts):
-    """Each prompt's row, and its answer once the engine is done; the pieces before it are all of it."""
+    """Each prompt's row, and its answer once the engine is done.
+
+    The pieces before it are all of it.
+    """
     rows = [engine.submit(Request(prompt)) for prompt in prompts]
     pieces, answers = run(engine)
     for row in rows:
@@ -278,7 +285,8 @@ def test_first_tokens_follow_the_softmax(draft_len):
 
 
 def test_every_step_and_every_row_draws_anew():
-    # With all logits equal only the random numbers decide: uniform over tokens, and no step repeats another.
+    # With all logits equal only the random numbers decide: uniform over tokens, and no step repeats
+    # another.
     uniform = DecodeParams(
         PARAMS.weights | {"lm_head": jax.tree.map(jnp.zeros_like, PARAMS.weights["lm_head"])}
     )
@@ -421,7 +429,8 @@ def test_a_row_ends_after_its_stop_while_others_go_on(data):
 
 @pytest.mark.parametrize("index", [0, 1, STEPS - 1, STEPS, STEPS + 1, 33, 34])
 def test_a_stop_at_any_step(index):
-    # Uniform logits but for what the seed draws: the first 35 tokens of a row are known, and one of them is the stop.
+    # Uniform logits but for what the seed draws: the first 35 tokens of a row are known, and one of
+    # them is the stop.
     uniform = DecodeParams(
         PARAMS.weights | {"lm_head": jax.tree.map(jnp.zeros_like, PARAMS.weights["lm_head"])}
     )
@@ -504,7 +513,10 @@ def test_a_row_that_is_cancelled_while_it_waits_leaves_the_queue():
 
 
 def answers_in_company(engine, prompts, arrivals, cancelled=()):
-    """The answers of prompts that come in before the steps of these numbers; some are broken off after a while."""
+    """The answers of prompts that come in before the steps of these numbers.
+
+    Some are broken off after a while.
+    """
     rows = {}
     answers = {}
     for number in range(10**6):
@@ -530,7 +542,10 @@ def answers_in_company(engine, prompts, arrivals, cancelled=()):
 def test_a_row_that_joins_others_gets_the_bits_that_it_has_alone_in_as_many_slots(
     data, block_s, context, together_tokens
 ):
-    """Log-probabilities, too; whenever it comes, whatever leaves, and whether the cache has its prompt or not."""
+    """Log-probabilities, too.
+
+    Whenever it comes, whatever leaves, and whether the cache has its prompt or not.
+    """
     num = 2 * MATES
     shared = data.draw(st.lists(tokens, min_size=18, max_size=18))
     prompts = []
@@ -577,7 +592,8 @@ def test_short_prompts_are_computed_together_by_a_program_that_has_always_as_man
     model = LanguageModel(LONG, PARAMS_OF_ONE_LAYER)
     engine = Engine(model, len(prompts))
     _, together = answers_of(engine, prompts)
-    # Those of 16 tokens and fewer four at a time, that of 19 with room for another, that of 49 by itself.
+    # Those of 16 tokens and fewer four at a time, that of 19 with room for another, that of 49 by
+    # itself.
     assert shapes == [((4, 16), [4, 0, 8, 11]), ((2, 32), [19, 0]), ((4, 16), [15, 16, 0, 0])]
     assert prefilled == [49]
     for prompt, answer in zip(prompts, together, strict=True):
@@ -600,7 +616,8 @@ def test_in_bfloat16_a_row_beside_others_has_the_bits_that_it_has_alone_in_as_ma
 
 @dataclasses.dataclass(frozen=True)
 class FirstTokens(SamplingParams):
-    """Of a field that the others do not know: only so many tokens of the vocabulary may be drawn, 0 for all."""
+    """Of a field that the others do not know: only so many tokens of the vocabulary may be drawn, 0
+    for all."""
 
     first_tokens: int = 0
 
@@ -718,7 +735,8 @@ def test_a_long_prompt_is_prefilled_in_chunks_and_the_cache_grows_as_it_must(
 
 
 def test_a_text_outgrows_the_room_that_it_was_given_by_far():
-    """Without a number of tokens it goes on to the end of the context, with drafts and beside a row that joins."""
+    """Without a number of tokens it goes on to the end of the context, with drafts and beside a row
+    that joins."""
     config = dataclasses.replace(ONE_LAYER, max_seq_len=1500)
     whole, late = prompt_of([1, 2, 3], GREEDY, None), prompt_of(LONG_PROMPT, GREEDY, 700)
     model = LanguageModel(config, PARAMS_OF_ONE_LAYER)
@@ -832,7 +850,8 @@ def test_drafts_are_what_followed_last_time(rows, count):
 @settings(max_examples=8)
 @given(prompts=prompts_of_rows, options=options_of_rows, data=st.data())
 def test_drafts_change_nothing(prompts, options, data):
-    """Greedy or drawn, with penalties or a stop: the same tokens, each from the same random numbers."""
+    """Greedy or drawn, with penalties or a stop: the same tokens, each from the same random
+    numbers."""
     few = {"banned_ids": tuple(range(5, 61))}  # so guesses come true
     sampling = configs(each | few for each in options)
     stops = [[data.draw(st.integers(0, 4))] if data.draw(st.booleans()) else [] for _ in prompts]
@@ -847,7 +866,8 @@ def test_drafts_change_nothing(prompts, options, data):
 
 
 def test_drafts_leave_the_distribution_as_it_is():
-    """Three tokens, equally likely, whatever came before: of all runs of three, each is as frequent as another."""
+    """Three tokens, equally likely, whatever came before: of all runs of three, each is as frequent
+    as another."""
     uniform = DecodeParams(
         PARAMS.weights | {"lm_head": jax.tree.map(jnp.zeros_like, PARAMS.weights["lm_head"])}
     )
@@ -1018,7 +1038,8 @@ class AllowedTokens:
 
 
 def under_masks(prompts, of_steps=None):
-    """The answers of rows of which the second may take only what is allowed at each step, if anything is said."""
+    """The answers of rows of which the second may take only what is allowed at each step, if
+    anything is said."""
     engine = Engine(MODEL, MATES)
     if of_steps is not None:
         prompts = [
@@ -1036,7 +1057,10 @@ def under_masks(prompts, of_steps=None):
 @settings(max_examples=5)
 @given(options=options_of_rows, seed=st.integers(0, 9))
 def test_a_mask_leaves_its_tokens_and_no_other_row_knows_of_it(options, seed):
-    """Row 1 may take five tokens of each step alone; the others' bits are as without, and so are programs' number."""
+    """Row 1 may take five tokens of each step alone.
+
+    The others' bits are as without, and so are programs' number.
+    """
     random = np.random.default_rng(seed)
     five = [random.choice(CONFIG.vocab_size, 5, replace=False) for _ in range(9)]
     options[1]["banned_ids"] = ()
@@ -1063,7 +1087,10 @@ class FiftyTokens(BytesTokenizer):
 
 
 def test_padding_rows_of_the_vocabulary_are_never_drawn():
-    """Weights under which the last ids are by far the likeliest; the tokenizer does not have them."""
+    """Weights under which the last ids are by far the likeliest.
+
+    The tokenizer does not have them.
+    """
     config = LlamaConfig(vocab_size=64, num_layers=1, embed_dim=32, num_heads=2, max_seq_len=64)
     params = random_params(config, 0)
     params["lm_head"][:, 50:] *= 50

@@ -1,4 +1,4 @@
-"""Streamed pieces add up to the whole text, never show half a character, and agree with the batch."""
+"""Streamed pieces add up to the whole text, never show half a character, agree with the batch."""
 
 import dataclasses
 import inspect
@@ -64,7 +64,8 @@ NEW = 40
 
 
 class Ending(BytesTokenizer):
-    """As if ``eos_id`` were the end: a random model will not draw a certain token in time, so it is chosen after."""
+    """As if ``eos_id`` were the end: a random model will not draw a certain token in time, so it is
+    chosen after."""
 
     vocab_size = CONFIG.vocab_size
 
@@ -113,7 +114,8 @@ def test_pieces_add_up_to_the_text(tokenizer, prompt, text):
 @settings(max_examples=60)
 @given(prompt=texts, data=st.data())
 def test_pieces_of_any_ids_add_up_to_their_text(tokenizer, prompt, data):
-    # What a model draws need not be text: controls, halves of characters, bytes in the middle of pieces.
+    # What a model draws need not be text: controls, halves of characters, bytes in the middle of
+    # pieces.
     byte, control = st.integers(3, 258), st.integers(0, 2)
     new = data.draw(
         st.lists(byte | control | st.integers(0, tokenizer.vocab_size - 1), max_size=40)
@@ -237,7 +239,7 @@ def test_a_prompt_may_be_ids_and_settings_may_be_shared():
 
 
 def test_one_prompt_and_one_stop_need_no_list():
-    """A string is not a list of its characters, and no stop string is empty because it is a string."""
+    """A string is not a list of its characters, and no stop is empty because it is a string."""
     free = generate(MODEL, ["the cat"], SAMPLING[1], max_new_tokens=NEW)
     for one in ("the cat", prompt_ids(BPE, "the cat")):
         assert generate(MODEL, one, SAMPLING[1], max_new_tokens=NEW) == free
@@ -386,7 +388,10 @@ def test_a_stop_id_ends_the_text_and_is_not_in_it(index):
 
 @pytest.mark.parametrize("where", [0, 3, 17, 30])
 def test_a_stop_string_ends_its_row_alone(where):
-    """In the row that has it, wherever it lies on the tokens' borders; what ``ids`` hold is what the text came from."""
+    """In the row that has it, wherever it lies on the tokens' borders.
+
+    What ``ids`` hold is what the text came from.
+    """
     wanted = [Prompt(text, sampling, NEW) for text, sampling in zip(PROMPTS, SAMPLING, strict=True)]
     free = generate(MODEL, wanted)
     text = free[1].text
@@ -490,7 +495,10 @@ def test_decoding_params_are_used_as_they_are():
 
 
 def test_a_conversation_is_what_was_said():
-    """Each answer is the one to all messages so far; what cannot be said is not, and what was said can be undone."""
+    """Each answer is the one to all messages so far.
+
+    What cannot be said is not, and what was said can be undone.
+    """
     fields = {"temperature": 0.9, "seed": 4, "max_new_tokens": 3}
     template = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
     model = dataclasses.replace(MODEL, chat_template=template)

@@ -1,4 +1,6 @@
-"""What clients send as they are: defaults of the server, fields to ignore, answers to go on with; and clients together,
+"""What clients send as they are: defaults of the server, fields to ignore, answers to go on with.
+
+And clients together,
 who take turns, hold nobody else up, and learn nothing of each other's prompts.
 """
 
@@ -27,7 +29,7 @@ from jllama.serve.app import make_app
 from jllama.serve.config import EngineConfig, HttpConfig
 from jllama.serve.connections import make_server
 from jllama.serve.engine import CHUNK, EngineThread
-from jllama.serve.protocol import Conversation, conversation_text
+from jllama.serve.protocol import Conversation, render_conversation
 from jllama.serve.requests import Busy
 from jllama.tokenizers import BytesTokenizer
 
@@ -189,7 +191,7 @@ def test_a_continued_answer_is_that_of_transformers(name, content):
     model = dataclasses.replace(served(), chat_template=STOCK[name])
     messages = [*MESSAGES, {"role": "assistant", "content": content}]
     asked = {"continue_final_message": True, "chat_template_kwargs": {"date_string": "26 Jul 2024"}}
-    text, _ = conversation_text(model, Conversation(messages=messages, **asked))
+    text, _ = render_conversation(model, Conversation(messages=messages, **asked))
     given = {"bos_token": "<s>", "eos_token": "</s>", "continue_final_message": True} | asked[
         "chat_template_kwargs"
     ]
@@ -212,7 +214,7 @@ def test_what_cannot_be_continued(engine):
         )
     deaf = dataclasses.replace(served(), chat_template="{{ messages[0].content }}")
     with pytest.raises(UsageError, match="leaves the last message out"):
-        conversation_text(deaf, Conversation(messages=PREFILLED, continue_final_message=True))
+        render_conversation(deaf, Conversation(messages=PREFILLED, continue_final_message=True))
 
 
 # Models
@@ -267,7 +269,8 @@ class InOrder(Asked):
 
 
 def test_clients_take_turns(engine):
-    """Sixteen answers for one client, then one for each of two others: they come after at most one answer more."""
+    """Sixteen answers for one client, then one for each of two others: they come after at most one
+    answer more."""
     order = []
     asked = [InOrder(engine, "many", order) for _ in range(16)]
     asked += [InOrder(engine, name, order) for name in ("few", "fewer")]
@@ -381,13 +384,16 @@ def test_a_prompt_that_is_too_long_is_refused_before_it_is_tokenized(engine, blo
             error = reply.json()["error"]
             assert error["code"] == "context_length_exceeded"
             assert (
-                "1024 tokens, the context that this server has, hold at most 5120: shorten the prompt"
-                in error["message"]
+                "1024 tokens, the context that this server has, hold at most 5120: shorten the "
+                "prompt" in error["message"]
             )
 
 
 def test_what_may_fit_is_tokenized(engine):
-    """As many characters as the longest tokens have; a special token is one token however long it is written."""
+    """As many characters as the longest tokens have.
+
+    A special token is one token however long it is written.
+    """
     model = served()
     longest = max(map(len, model.tokenizer.special_tokens))
     engine.check_text(model, "<unk>" * engine.context)

@@ -1,4 +1,5 @@
-"""What a server bears before anybody has shown a key: heads, connections, names. Through sockets to 127.0.0.1."""
+"""What a server bears before anybody has shown a key: heads, connections, names. Through sockets to
+127.0.0.1."""
 
 import contextlib
 import json
@@ -74,7 +75,10 @@ def some(connection, most):
 
 
 def connected_and_asked(address, status=200, **request):
-    """A connection with one request answered; a new one if the test was too slow for the server's patience."""
+    """A connection with one request answered.
+
+    A new one if the test was too slow for the server's patience.
+    """
     while True:
         connection = connected(address)
         try:
@@ -160,7 +164,10 @@ def test_who_drips_a_head_is_cut_off(connect):
 
 
 def test_a_body_that_nobody_reads_is_cut_off():
-    """Without a key the answer comes at once; what is dripped after it does not keep the connection."""
+    """Without a key the answer comes at once.
+
+    What is dripped after it does not keep the connection.
+    """
     request = {"path": "/v1/completions", "method": "POST", "more": "Content-Length: 100000\r\n"}
     with (
         listening(idle_timeout_s=0.3) as (address, _),

@@ -1,4 +1,7 @@
-"""Embeddings: what they are, by OpenAI's own client; the same bits alone and in company; what is refused."""
+"""Embeddings: what they are, by OpenAI's own client.
+
+The same bits alone and in company; what is refused.
+"""
 
 import base64
 import concurrent.futures
@@ -81,7 +84,10 @@ def test_the_clients_own_form(client, http):
 
 
 def test_company_changes_no_bit(http):
-    """Alone, in a list, and while others are answered and embedded; prefixes that the cache has make no difference."""
+    """Alone, in a list, and while others are answered and embedded.
+
+    Prefixes that the cache has make no difference.
+    """
     alone = {length: vectors(http, IDS[length])[0].tobytes() for length in LENGTHS}
     together = vectors(http, list(IDS.values()))
     assert [each.tobytes() for each in together] == list(alone.values())

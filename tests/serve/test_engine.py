@@ -59,7 +59,7 @@ jax.monitoring.register_event_duration_secs_listener(
 
 
 def num_compiled():
-    names = "prefill_chunk read_chunk write_chunk score_chunk join decode_block resized"
+    names = "prefill_chunk read_chunk write_chunk score_chunk join decode_block resize"
     return [len(COMPILED), *(getattr(steps, name)._cache_size() for name in names.split())]
 
 
@@ -99,7 +99,8 @@ def test_answers_are_those_given_alone_bit_for_bit_and_nothing_compiles(
 
 @pytest.mark.parametrize(("slots", "context"), [(5, 700), (1, 420), (2, 60)])
 def test_nothing_compiles_after_the_start(slots, context):
-    """Whatever is asked: rows as long as no other test's, so that no program has been compiled for them before."""
+    """Whatever is asked: rows as long as no other test's, so that no program has been compiled for
+    them before."""
     before = num_compiled()
     engine = started(slots=slots, context=context, cache_tokens=4 * CHUNK)
     compiled = num_compiled()
@@ -395,7 +396,8 @@ def test_a_row_under_a_grammar_does_not_wait_for_long_blocks_of_others():
 
 
 def test_what_was_computed_for_nobody_is_not_taken_for_slow():
-    """A row that ends by itself leaves a block behind, which the next request finds when it comes much later."""
+    """A row that ends by itself leaves a block behind, which the next request finds when it comes
+    much later."""
     engine = Engine(served(), 2, context=256, block_s=0.025)
     ends = Request(
         encode_prompt(served(), Prompt("abc", SamplingParams(), 100, stop_ids=[*range(259)]))
@@ -403,8 +405,8 @@ def test_what_was_computed_for_nobody_is_not_taken_for_slow():
     engine.submit(ends)
     while engine.busy:
         engine.step()
-    assert engine._dispatched
-    engine._dispatched = [each._replace(start_s=-1e9) for each in engine._dispatched]
+    assert engine._dispatches
+    engine._dispatches = [each._replace(start_s=-1e9) for each in engine._dispatches]
     engine._read_s = -1e9
     engine.submit(ends)
     while engine.busy:
@@ -481,7 +483,7 @@ def test_who_waits_comes_before_what_is_made_again():
     asked = [Asked(engine, long) for _ in range(3)]
     expected = [each.answer() for each in asked]
     wait_for(
-        lambda: sum(bool(asked.again) for asked in [*engine._asked.values()]) == 3
+        lambda: sum(bool(one.replayed) for one in [*engine._active.values()]) == 3
     )  # all are made again
     assert Asked(engine, request_of("abc", 2)).answer().completion.new_tokens == 2
     assert metrics.REPLAYED._value.get() < again + 3

@@ -1,4 +1,5 @@
-"""The server over HTTP: OpenAI's own client, streams, receipts, tools, and everything that can be asked wrongly."""
+"""The server over HTTP: OpenAI's own client, streams, receipts, tools, and everything that can be
+asked wrongly."""
 
 import contextlib
 import dataclasses
@@ -34,7 +35,7 @@ CALLING = """{% if tools %}{{ tools | tojson }}<tool_call>{"name": "f", "argumen
 {% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls %}
 <tool_call>{"name": {{ c.function.name | tojson }}, "arguments": {{ c.function.arguments | tojson }}}</tool_call>
 {% endfor %}
-{% endfor %}"""
+{% endfor %}"""  # noqa: E501
 MESSAGES = [{"role": "user", "content": "hello"}]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SCHEMA = {
@@ -185,7 +186,8 @@ def test_stop_strings_end_a_text(client):
 
 @pytest.mark.parametrize("prompt", ["chat", "completion"])
 def test_a_stream_joins_to_the_answer(client, prompt):
-    """Text, log-probabilities, reasons, usage; the role comes first and once, the reason in a part of its own."""
+    """Text, log-probabilities, reasons, usage; the role comes first and once, the reason in a part
+    of its own."""
     common = {"model": "small", "max_tokens": 9, "seed": 7, "n": 2}
     if prompt == "chat":
         create, common = (
@@ -259,7 +261,7 @@ def test_log_probabilities_of_a_prompt(client):
 
 
 def test_parts_of_characters_are_kept_apart(client):
-    """So that the likeliest token is the one whose name has the highest value, as lm-eval takes it."""
+    """The likeliest token is the one whose name has the highest value, as lm-eval takes it."""
     given = {"model": "small", "prompt": "é世🙂" * 4, "max_tokens": 0, "echo": True, "logprobs": 5}
     scores = client.completions.create(**given).choices[0].logprobs
     assert scores.tokens[1:6] == [rf"bytes:\x{byte:02x}" for byte in "é世".encode()]
@@ -526,7 +528,8 @@ def test_a_field_that_is_wrong(fields, said, ask):
 
 
 def test_fields_of_openai(ask):
-    """What is not served is refused unless its value is off; what cannot change an answer is ignored; null is off."""
+    """What is not served is refused unless its value is off; what cannot change an answer is
+    ignored; null is off."""
     for name, off in NOT_SERVED.items():
         assert refused(ask(CHAT, body(**{name: {"some": "thing"}}))).startswith(
             f"{name} is not served"
@@ -655,7 +658,10 @@ def test_any_body_is_answered_in_a_sentence(data, ask):
     path = data.draw(
         st.sampled_from([CHAT, COMPLETIONS, "/tokenize", "/detokenize", "/apply-template"])
     )
-    names = "messages prompt tokens tools tool_choice stop logit_bias seed n max_tokens model response_format regex echo"
+    names = (
+        "messages prompt tokens tools tool_choice stop logit_bias seed n max_tokens model "
+        "response_format regex echo"
+    )
     scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9)
     values = st.recursive(
         scalars,
@@ -764,7 +770,10 @@ def wait_for(condition):
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_slot(stream, url):
     given = json.dumps({"prompt": "x", "stream": stream, "seed": 1, "n": 3, "regex": "(a|b){900}"})
-    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: "
+        "application/json\r\nContent-Length: "
+    )
     with connected(url) as connection:
         connection.sendall(f"{head}{len(given)}\r\n\r\n{given}".encode())
         wait_for(lambda: busy_slots(url))

@@ -1,4 +1,5 @@
-"""The benchmark that sends thousands of requests: that it sees what it is there to see, and some hundreds of them."""
+"""The benchmark that sends thousands of requests: that it sees what it is there to see, and some
+hundreds of them."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""The web page in a real browser, as people use it, against a server that answers as OpenAI's does."""
+"""The web page in a real browser, as people use it, with a server that answers as OpenAI's does."""
 
 import asyncio
 import contextlib
@@ -27,11 +27,12 @@ from jllama.serve.engine import EngineThread
 pytestmark = pytest.mark.browser
 PAGE = Path(jllama.serve.__file__).with_name("page.html")
 POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src "
+    "'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-SWITCHES = """--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
---disable-component-update --disable-sync"""
+SWITCHES = """--no-sandbox --disable-gpu --disable-quic --no-first-run
+--disable-background-networking --disable-component-update --disable-sync"""
 SIZES = {"phone": {"width": 390, "height": 844}, "desk": {"width": 1280, "height": 900}}
 HOSTILE = """<script>window.ran = 1</script><img src=x onerror="window.ran = 1"><b>bold?</b>
 
@@ -50,7 +51,7 @@ HOSTILE = """<script>window.ran = 1</script><img src=x onerror="window.ran = 1">
 ```
 
 > # <img src=x onerror=window.ran=1>
-> - <object data=x> [__proto__](javascript:window.ran=1)"""
+> - <object data=x> [__proto__](javascript:window.ran=1)"""  # noqa: E501
 RICH = """# A heading
 
 Some **bold**, *italic*, ***both***, ~~gone~~, `code`, snake_case_name, 2 * 3 * 4 and a [link](https://example.com).
@@ -82,12 +83,15 @@ def f(x):
 | short |
 
 ---
-The end: https://example.com/page."""
-WORDS = "The lighthouse keeper counted the ships again, as on every evening, and wrote their names into his book."
+The end: https://example.com/page."""  # noqa: E501
+WORDS = (
+    "The lighthouse keeper counted the ships again, as on every evening, and wrote their "
+    "names into his book."
+)
 
 
 class Fake:
-    """A server whose answers follow from the last message; ``seen`` are the requests for answers."""
+    """A server whose answers follow from the last message; ``seen`` are requests for answers."""
 
     def __init__(self):
         self.key, self.loading, self.models, self.seen, self.left = (
@@ -179,7 +183,8 @@ class Fake:
                     yield cut
                     await asyncio.sleep(0)
             if asked == "fail":
-                yield 'data: {"error": {"message": "The device was lost.", "type": "server_error"}}\n\n'
+                problem = {"message": "The device was lost.", "type": "server_error"}
+                yield f"data: {json.dumps({'error': problem})}\n\n"
                 return
             yield delta("stop")
             usage = {
@@ -254,7 +259,8 @@ def chromium():
 
 
 class Person:
-    """Someone at the page. ``problems`` is what the console said, ``elsewhere`` what was fetched from other servers."""
+    """Someone at the page. ``problems`` is what the console said, ``elsewhere`` what was fetched
+    from other servers."""
 
     def __init__(self, chromium, url, size="desk", **settings):
         self.url, self.problems, self.elsewhere = url, [], []
@@ -335,7 +341,10 @@ def test_it_is_one_small_file_that_parses_no_markup():
     markup = (
         r"innerHTML|outerHTML|insertAdjacent|document\.write|DOMParser|\beval\(|new Function|srcdoc"
     )
-    fetched = r"""(?:src|href)=["']?(?:https?:)?//|url\(|@import|<link(?! rel="icon" href="data:)|<script ."""
+    fetched = (
+        r"""(?:src|href)=["']?(?:https?:)?//|url\(|@import|"""
+        r"""<link(?! rel="icon" href="data:)|<script ."""
+    )
     assert not re.search(markup, text)
     assert not re.search(fetched, text)
 
@@ -457,10 +466,14 @@ def test_text_of_the_model_never_runs(person):
     tags = body.evaluate(
         "(body) => [...new Set([...body.querySelectorAll('*')].map((each) => each.tagName))]"
     )
-    known = "P BR A CODE TABLE THEAD TBODY TR TH TD STRONG EM PRE DIV SPAN BUTTON BLOCKQUOTE H3 UL LI svg use"
+    known = (
+        "P BR A CODE TABLE THEAD TBODY TR TH TD STRONG EM PRE DIV SPAN BUTTON BLOCKQUOTE H3 "
+        "UL LI svg use"
+    )
     assert set(tags) <= set(re.findall(r"\S+", known))
     links = body.evaluate(
-        "(body) => [...body.querySelectorAll('a')].map((each) => [each.href, each.rel, each.target])"
+        "(body) => [...body.querySelectorAll('a')].map((each) => [each.href, each.rel, "
+        "each.target])"
     )
     assert [each[0] for each in links] == [
         "https://example.com/",
@@ -538,7 +551,10 @@ LONG = [
 
 def test_long_texts_of_marks_are_shown(person):
     one = person()
-    show = "(text) => { const node = make('div'); showMarkdown(node, text); return node.textContent.length; }"
+    show = (
+        "(text) => { const node = make('div'); showMarkdown(node, text); return "
+        "node.textContent.length; }"
+    )
     for text in LONG:
         one.page.evaluate(show, text)
 
@@ -708,8 +724,9 @@ def test_settings_are_sent_and_kept(person, fake):
     expect(one.page.get_by_label("Model")).to_have_value("tiny")
     one.page.get_by_role("button", name="Settings").click()
     given = {
-        "Temperature": ("temperature", 0.5), "Top p": ("top_p", 0.9), "Top k": ("top_k", 40), "Min p": ("min_p", 0.05),
-        "Max tokens": ("max_tokens", 64), "Seed": ("seed", 7), "Repetition": ("repetition_penalty", 1.1),
+        "Temperature": ("temperature", 0.5), "Top p": ("top_p", 0.9), "Top k": ("top_k", 40),
+        "Min p": ("min_p", 0.05), "Max tokens": ("max_tokens", 64), "Seed": ("seed", 7),
+        "Repetition": ("repetition_penalty", 1.1),
         "Presence": ("presence_penalty", -0.5), "Frequency": ("frequency_penalty", 0.2),
     }  # fmt: skip
     one.page.get_by_label("System prompt").fill("Be brief.")
@@ -834,7 +851,8 @@ def test_by_keyboard_alone(person, fake):
         keys.press("Tab")
         names.add(
             one.page.evaluate(
-                "(document.activeElement.ariaLabel || document.activeElement.textContent || '').trim()"
+                "(document.activeElement.ariaLabel || document.activeElement.textContent || "
+                "'').trim()"
             )
         )
     assert {
@@ -881,7 +899,7 @@ LOOK = """() => {
   const scroll = document.getElementById('scroll');
   const wide = Math.max(document.documentElement.scrollWidth - innerWidth, scroll.scrollWidth - scroll.clientWidth);
   return {texts, outside, wide};
-}"""
+}"""  # noqa: E501
 
 
 def channels(text):

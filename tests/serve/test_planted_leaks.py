@@ -1,4 +1,5 @@
-"""Where a row of the engine leaks into another, the comparison of answers alone and in company sees it."""
+"""Where a row of the engine leaks into another, the comparison of answers alone and in company sees
+it."""
 
 import dataclasses
 import hashlib
@@ -49,10 +50,13 @@ WITH_GRAMMARS = [request_of("abc", grammar=grammar) for grammar in GRAMMARS * 3]
 
 def neighbors_mask(monkeypatch):
     """The tokens that may come are those of the row behind."""
-    restricted = engine_module.restricted
-    monkeypatch.setattr(
-        engine_module, "restricted", lambda batch, masks: restricted(batch, [*masks[1:], masks[0]])
-    )
+    set_allowed = engine_module.set_allowed
+
+    def leaking(batch, masks):
+        others = [*masks.values()]
+        return set_allowed(batch, dict(zip(masks, [*others[1:], others[0]], strict=True)))
+
+    monkeypatch.setattr(engine_module, "set_allowed", leaking)
 
 
 def stale_rows(monkeypatch):
@@ -96,8 +100,9 @@ def chunks_by_themselves(monkeypatch):
     """A kept chunk is found by its own tokens, whatever stands before them."""
 
     def leaking(owner, ids, size):
-        for start in range(0, len(ids) - size + 1, size):
-            yield hashlib.sha256(np.array(ids[start : start + size], np.uint32).tobytes()).digest()
+        starts = range(0, len(ids) - size + 1, size)
+        chunks = {start: np.array(ids[start : start + size], np.uint32) for start in starts}
+        return {start: hashlib.sha256(ids.tobytes()).digest() for start, ids in chunks.items()}
 
     monkeypatch.setattr(engine_module, "chunk_keys", leaking)
 

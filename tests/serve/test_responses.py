@@ -1,4 +1,5 @@
-"""OpenAI's Responses, asked with its own client: the chat that a request means, and every event of its stream."""
+"""OpenAI's Responses, asked with its own client: the chat that a request means, and every event of
+its stream."""
 
 import dataclasses
 import json
@@ -14,14 +15,15 @@ from starlette.testclient import TestClient
 from jllama.serve.app import make_app
 from jllama.serve.config import EngineConfig, HttpConfig
 from jllama.serve.engine import EngineThread
-from jllama.serve.protocol import conversation_text
-from jllama.serve.responses import Respond, chat_of
+from jllama.serve.protocol import render_conversation
+from jllama.serve.responses import Respond, make_chat
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 CALLING = (
     '{{ tools }}<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     "{% for m in messages %}{{ m.role }}:{{ m.content }}"
-    "{% for c in m.tool_calls %}[{{ c.id }} {{ c.function.name }} {{ c.function.arguments.a }}]{% endfor %}|"
+    "{% for c in m.tool_calls %}[{{ c.id }} {{ c.function.name }} "
+    "{{ c.function.arguments.a }}]{% endfor %}|"
     "{% endfor %}"
 )
 SCHEMA = {
@@ -273,7 +275,10 @@ def test_tools_are_called_and_answered(choice, client, http):
 
 
 def test_items_become_messages():
-    """Calls join the assistant's message before them; parts are text; ids and states do not matter."""
+    """Calls join the assistant's message before them.
+
+    Parts are text; ids and states do not matter.
+    """
     call = {
         "type": "function_call",
         "call_id": "a",
@@ -302,10 +307,10 @@ def test_items_become_messages():
         {"role": "user", "content": "and?"},
     ]
     model = dataclasses.replace(served(), chat_template=CALLING.partition("</tool_call>")[2])
-    text, _ = conversation_text(model, chat_of(Respond(input=items)))
+    text, _ = render_conversation(model, make_chat(Respond(input=items)))
     assert (
-        text
-        == "system:Be brief.|user:x|assistant:I look.[a left 1][b left 1]|tool:one|tool:two|user:and?|"
+        text == "system:Be brief.|user:x|assistant:I look.[a left 1][b left 1]|"
+        "tool:one|tool:two|user:and?|"
     )
 
 

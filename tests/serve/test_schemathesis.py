@@ -1,4 +1,5 @@
-"""Whatever the OpenAPI document allows, and what it forbids: no fault of the server's, and answers as it says."""
+"""Whatever the OpenAPI document allows, and what it forbids: no fault of the server's, and answers
+as it says."""
 
 import pytest
 import schemathesis

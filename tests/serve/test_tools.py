@@ -1,4 +1,5 @@
-"""Calls of tools: templates that are shown them, grammars that let only calls through, answers read piece by piece."""
+"""Calls of tools: templates that are shown them, grammars that let only calls through, answers read
+piece by piece."""
 
 import itertools
 import json
@@ -16,7 +17,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 import jllama
 from jllama.errors import UsageError
 from jllama.grammar import Matcher
-from jllama.serve.tools import ToolParser, check_tools, dialect, grammar
+from jllama.serve.tools import ToolParser, call_grammar, check_tools, find_dialect
 from jllama.templates.messages import (
     TEMPLATES,
     end_of_turn_ids,
@@ -31,7 +32,7 @@ STOCK = {
     for path in (Path(__file__).parent.parent / "templates/stock").glob("*.jinja")
 }
 SMOLLM2, HERMES, LLAMA = (
-    dialect(STOCK[name]) for name in ("smollm2", "qwen2_5_training", "llama3_1")
+    find_dialect(STOCK[name]) for name in ("smollm2", "qwen2_5_training", "llama3_1")
 )
 DIALECTS = {"smollm2": SMOLLM2, "hermes": HERMES, "llama": LLAMA}
 WEATHER = {
@@ -78,15 +79,15 @@ def said(call):
 
 
 def test_dialects():
-    assert {name for name, template in STOCK.items() if dialect(template)} == {
+    assert {name for name, template in STOCK.items() if find_dialect(template)} == {
         "llama3_1",
         "llama3_2",
         "qwen2_5_training",
         "smollm2",
     }
-    assert [name for name, template in TEMPLATES.items() if dialect(template)] == []
+    assert [name for name, template in TEMPLATES.items() if find_dialect(template)] == []
     assert (LLAMA.template, HERMES.template) == (STOCK["llama3_1"], STOCK["qwen2_5_training"])
-    assert dialect(LLAMA.template.replace("tools", "tolls")) is None
+    assert find_dialect(LLAMA.template.replace("tools", "tolls")) is None
 
 
 # --- reading answers
@@ -292,13 +293,13 @@ def test_a_grammar_accepts_valid_calls_and_nothing_else(bytes_only, dialect):
     wrong += [("weather", {"city": "", "more": 1}), ("now", {"a": 1}), ("now", [])]
     named, required = (
         {"type": "function", "function": {"name": "now"}},
-        grammar(TOOLS, "required", dialect),
+        call_grammar(TOOLS, "required", dialect),
     )
     for call in right:
         assert accepts(bytes_only, required, written(dialect, [call]))
-        assert accepts(bytes_only, grammar(TOOLS, named, dialect), written(dialect, [call])) is (
-            call[0] == "now"
-        )
+        assert accepts(
+            bytes_only, call_grammar(TOOLS, named, dialect), written(dialect, [call])
+        ) is (call[0] == "now")
     for call in wrong:
         assert not accepts(bytes_only, required, written(dialect, [call]))
     assert not accepts(bytes_only, required, "")
@@ -312,17 +313,19 @@ def test_a_grammar_accepts_valid_calls_and_nothing_else(bytes_only, dialect):
         False,
     ]
     assert not accepts(
-        bytes_only, grammar(TOOLS, "required", dialect, parallel=False), written(dialect, right)
+        bytes_only,
+        call_grammar(TOOLS, "required", dialect, parallel=False),
+        written(dialect, right),
     )
 
 
 @pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
 def test_strict_tools_and_a_free_choice(bytes_only, dialect):
-    assert [grammar(TOOLS, choice, dialect) for choice in (None, "auto", "none")] == [None] * 3
+    assert [call_grammar(TOOLS, choice, dialect) for choice in (None, "auto", "none")] == [None] * 3
     strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
-    assert grammar(strict, "none", dialect) is None
+    assert call_grammar(strict, "none", dialect) is None
     for choice in (None, "auto"):
-        free = grammar(strict, choice, dialect)
+        free = call_grammar(strict, choice, dialect)
         for text in (
             "",
             "hello {\n world",
@@ -341,7 +344,7 @@ def test_what_a_grammar_accepts_is_read_as_calls(bytes_only, calls):
         {"type": "function", "function": {"name": name, "parameters": schema}} for name in NAMES
     ]
     text = written(SMOLLM2, calls)
-    assert accepts(bytes_only, grammar(tools, "required", SMOLLM2), text)
+    assert accepts(bytes_only, call_grammar(tools, "required", SMOLLM2), text)
     assert [*map(said, read(SMOLLM2, [text])[1])] == calls
 
 
@@ -354,7 +357,7 @@ def test_a_schema_that_cannot_be_served_is_refused():
         tools = [{"type": "function", "function": {"name": "now", "parameters": schema}}]
         check_tools(tools)
         with pytest.raises(UsageError, match=r"the grammar .* cannot be compiled"):
-            Matcher(grammar(tools, "required", SMOLLM2), BytesTokenizer(), (1,))
+            Matcher(call_grammar(tools, "required", SMOLLM2), BytesTokenizer(), (1,))
 
 
 # --- templates
@@ -398,7 +401,7 @@ CONVERSATION = [
 def test_templates_are_shown_what_transformers_shows_them(name, tools, more):
     tokenizer, template, messages = (
         TOKENIZERS[name],
-        dialect(STOCK[name]).template,
+        find_dialect(STOCK[name]).template,
         openai_messages(CONVERSATION),
     )
     texts = {id: text for text, id in tokenizer.special_tokens.items()}
@@ -432,8 +435,9 @@ def test_smollm2_without_tools_is_its_own_template(count, system, prompt):
 
 @pytest.mark.parametrize("name", ["smollm2", "qwen2_5_training", "llama3_1", "llama3_2"])
 def test_calls_in_a_template_are_as_models_write_them(name):
-    """An answer's calls, given back as OpenAI's clients do, stand in the next prompt as the model wrote them."""
-    its = dialect(STOCK[name])
+    """An answer's calls, given back as OpenAI's clients do, stand in the next prompt as the model
+    wrote them."""
+    its = find_dialect(STOCK[name])
     calls = [("weather", {"city": "Rome", "days": 2}), ("now", {})][: 2 if its.between else 1]
     text = written(its, calls)
     given_back = read(its, [text])[1]
@@ -606,7 +610,10 @@ def test_a_template_is_given_nothing_twice(name):
 
 @pytest.mark.real_weights
 def test_smollm2_calls_what_it_must():
-    """SmolLM2 would rather talk; where a call is required, one comes, with the arguments that the question gives."""
+    """SmolLM2 would rather talk.
+
+    Where a call is required, one comes, with the arguments that the question gives.
+    """
     model = jllama.load(real_file("SmolLM2-135M-Instruct.Q4_1.gguf"))
     assert dialect(model.chat_template) == SMOLLM2
     tokenizer, ends = model.text_tokenizer, end_of_turn_ids(model.text_tokenizer, model.stop_ids)
@@ -614,7 +621,7 @@ def test_smollm2_calls_what_it_must():
     def answer(question, choice, parallel):
         messages = openai_messages([{"role": "user", "content": question}])
         text = render(SMOLLM2.template, **template_variables(tokenizer, messages, True, TOOLS))
-        wanted = grammar(TOOLS, choice, SMOLLM2, parallel)
+        wanted = call_grammar(TOOLS, choice, SMOLLM2, parallel)
         ids = tokenizer.encode_with_special_tokens(text)
         return jllama.generate(
             model, ids, max_new_tokens=99, temperature=0, stop_ids=ends, grammar=wanted
