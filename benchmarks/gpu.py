@@ -34,7 +34,7 @@ import jllama
 from jllama.config import LoraConfig
 from jllama.devices import peak_bytes, peak_flops, program_bytes
 from jllama.functional import ATTENTION, Mask
-from jllama.lora import held
+from jllama.lora import convert_weight
 from jllama.parameters import map_by_path, parameter_table, shape_of, training_flops_per_token
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -244,7 +244,7 @@ def draw(path: str, model: jllama.LlamaConfig, lora: LoraConfig) -> Any:
     shape = shape_of(parameter_table(model)[path], model)
     make = jax.jit(lambda key: 0.02 * jax.random.normal(key, shape, jnp.bfloat16))
     weight = make(jax.random.key(len(path)))
-    return jax.block_until_ready(held(path, weight, model, lora, jnp.bfloat16))
+    return jax.block_until_ready(convert_weight(path, weight, model, lora, jnp.bfloat16))
 
 
 def equal(case: Row) -> Row:
@@ -310,7 +310,7 @@ def first_token(config: jllama.LlamaConfig, params: Any, tokens: Any) -> Any:
     llama = jllama.build_model(config, params)
     length = tokens.shape[1]
     cache = jllama.KVCache.zeros(config, 1, length, jnp.bfloat16)
-    hidden, _ = llama.decode(tokens, cache, jnp.full(1, length, jnp.int32), begins=True)
+    hidden, _ = llama.decode(tokens, cache, jnp.full(1, length, jnp.int32), cache_is_empty=True)
     return jnp.argmax(llama.logits(hidden[:, -1:]))
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from jllama.files import cache_folder, written_whole
+from jllama.files import cache_folder, atomic_write
 
 _WRITABLE = 0o022  # the permissions of a file's group and of others to write it
 _DAY_S = 86_400
@@ -26,7 +26,7 @@ ALIGNMENT = 64
 """Of each array, in bytes: on a CPU, JAX takes such an array without copying it."""
 
 
-def most_bytes() -> int:
+def max_bytes() -> int:
     """Return the limit of each kind of entries: ``$JLLAMA_CACHE_GIB``, or 8 GiB.
 
     0, or a text that is not a number, turns the cache off.
@@ -52,14 +52,14 @@ def _code() -> list[Any]:
     return [digest.hexdigest(), *map(importlib.metadata.version, libraries)]
 
 
-def recall(kind: str, key: str) -> np.ndarray | None:
+def load(kind: str, key: str) -> np.ndarray | None:
     """Return the stored bytes, mapped and read-only.
 
     None if there are none, if they are damaged, or if other users may have written them.
     """
     path = cache_folder() / kind / key
     with contextlib.suppress(OSError, ValueError):
-        if not most_bytes() or not _is_safe(_WRITABLE, cache_folder(), path.parent, path):
+        if not max_bytes() or not _is_safe(_WRITABLE, cache_folder(), path.parent, path):
             return None
         mapped = np.memmap(path, np.uint8, "r").view(np.ndarray)
         if _checksum(key, mapped[:-8]) == mapped[-8:].tobytes():
@@ -69,7 +69,7 @@ def recall(kind: str, key: str) -> np.ndarray | None:
     return None
 
 
-def keep(kind: str, key: str, arrays: Sequence[Any]) -> None:
+def store(kind: str, key: str, arrays: Sequence[Any]) -> None:
     """Store the bytes of arrays, each from a multiple of ``ALIGNMENT`` on.
 
     The entries used least recently are removed for it. Several processes may store the same entry.
@@ -77,11 +77,11 @@ def keep(kind: str, key: str, arrays: Sequence[Any]) -> None:
     """
     size = 8 + sum(array.nbytes + _padding(array) for array in arrays)
     with contextlib.suppress(OSError):
-        folder = private_folder(kind) if size <= most_bytes() else None
+        folder = private_folder(kind) if size <= max_bytes() else None
         if folder is None or 2 * size > shutil.disk_usage(folder).free:
             return
-        _forget(folder, most_bytes() - size)
-        with written_whole(folder / key, shared=True) as partial:
+        _forget(folder, max_bytes() - size)
+        with atomic_write(folder / key, shared=True) as partial:
             partial.touch(0o600)  # whatever the umask
             with partial.open("wb+") as file:
                 for array in arrays:

@@ -79,14 +79,14 @@ XLA's sources, under ``xla/backends/gpu/target_config/specs``).
 """
 
 
-def published(device_kind: str) -> Accelerator | None:
+def find_accelerator(device_kind: str) -> Accelerator | None:
     """Return the published numbers of a kind of device; None if it is unknown."""
     return next((row for row in ACCELERATORS.values() if device_kind.startswith(row.kind)), None)
 
 
 def peak_flops(device_kind: str) -> float | None:
     """Return the published bfloat16 operations per second of a device; None if unknown."""
-    accelerator = published(device_kind)
+    accelerator = find_accelerator(device_kind)
     return accelerator.flops if accelerator else None
 
 
@@ -98,7 +98,7 @@ def loss_chunk_tokens(device: Any, vocab_size: int) -> int:
     and written whole.
     """
     chunk_bytes, max_tokens = 2**28, 2048
-    accelerator = published(device.device_kind)
+    accelerator = find_accelerator(device.device_kind)
     if device.platform == "gpu" and accelerator:
         chunk_bytes = int(accelerator.memory_bytes) // 32
         max_tokens = 4096

@@ -18,8 +18,8 @@ from jax.experimental.multihost_utils import process_allgather
 
 from jllama.config import DistributedConfig
 from jllama.errors import UsageError, silent_stderr
-from jllama.files import fault_of, locked
-from jllama.stop import end
+from jllama.files import errors_as, file_lock
+from jllama.stop import exit_now
 
 _SILENT_S = 30
 _ADVICE = "read what each one printed, then start all of them again"
@@ -32,7 +32,7 @@ _NO_CLUSTER = "JAX finds no cluster here: give distributed.coordinator as HOST:P
 _GONE_SIGNS = r"Gloo|NCCL|[Cc]oordination|[Bb]arrier|UNAVAILABLE"
 """What JAX's errors contain if another process is gone."""
 _abort = {"message": _GONE}
-_ON_ABORT = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: end(_abort["message"], 1))
+_ON_ABORT = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: exit_now(_abort["message"], 1))
 
 
 def process_index() -> int:
@@ -41,7 +41,7 @@ def process_index() -> int:
 
 
 @contextlib.contextmanager
-def joined(options: DistributedConfig, folder: Path) -> Iterator[None]:
+def connect_processes(options: DistributedConfig, folder: Path) -> Iterator[None]:
     """Connect all processes of a run, and lock the run's folder for this one, inside the block.
 
     Collectives would wait forever for a process that is gone, so then all processes print a
@@ -52,13 +52,13 @@ def joined(options: DistributedConfig, folder: Path) -> Iterator[None]:
     """
     if options.coordinator == "auto":
         _connect(options)
-    with locked(folder, options.process_id or process_index()):
+    with file_lock(folder, options.process_id or process_index()):
         _connect(options, options.coordinator, options.num_processes, options.process_id)
         try:
             yield
         except (RuntimeError, ValueError) as error:
             if jax.distributed.is_initialized() and re.search(_GONE_SIGNS, str(error)):
-                end(_GONE, 1)
+                exit_now(_GONE, 1)
             raise
 
 
@@ -78,7 +78,7 @@ def _connect(options: DistributedConfig, *address: Any) -> None:
         open(os.dup(2), "w") as copy,
         contextlib.redirect_stderr(copy),
         silent_stderr(),
-        fault_of(_NO_CLUSTER, ValueError),
+        errors_as(_NO_CLUSTER, ValueError),
     ):
         jax.distributed.initialize(
             *address,
@@ -97,7 +97,7 @@ def _find_coordinator(options: DistributedConfig) -> None:
             f"process 0 cannot listen on port {port}: "
             "give all processes another distributed.coordinator"
         )
-        with fault_of(problem, OSError):
+        with errors_as(problem, OSError):
             socket.create_server(("", int(port))).close()
         return
     problem = (
@@ -105,7 +105,7 @@ def _find_coordinator(options: DistributedConfig) -> None:
         "start process 0 there"
     )
     end_s = time.monotonic() + options.timeout_s
-    with fault_of(problem, OSError):
+    with errors_as(problem, OSError):
         while True:
             try:
                 return socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
@@ -115,7 +115,7 @@ def _find_coordinator(options: DistributedConfig) -> None:
                 time.sleep(0.2)
 
 
-def largest(number: int) -> int:
+def max_over_processes(number: int) -> int:
     """Return the largest of the numbers of all processes; each waits here for the others."""
     return int(np.max(process_allgather(np.int32(number))))
 
@@ -129,7 +129,7 @@ def check_same(facts: Mapping[str, Any]) -> None:
     if not jax.distributed.is_initialized():
         return
     text = json.dumps(facts).encode()
-    texts = process_allgather(np.frombuffer(text.ljust(largest(len(text))), np.uint8))
+    texts = process_allgather(np.frombuffer(text.ljust(max_over_processes(len(text))), np.uint8))
     first, *others = (json.loads(bytes(row)) for row in np.atleast_2d(texts))
     for index, other in enumerate(others, 1):
         for name, value in first.items():

@@ -33,8 +33,8 @@ def read_json_object(path: Path) -> Json:
     """
     refuse_special_files(path)
     with (
-        fault_of(f"{path} cannot be read", OSError),
-        fault_of(f"{path} is not JSON", ValueError, RecursionError),
+        errors_as(f"{path} cannot be read", OSError),
+        errors_as(f"{path} is not JSON", ValueError, RecursionError),
     ):
         if path.stat().st_size > _MAX_BYTES:
             raise ValueError(f"it is over {_MAX_BYTES} bytes, too large for its name")
@@ -85,7 +85,7 @@ def read_fields(
 
 
 @contextlib.contextmanager
-def fault_of(
+def errors_as(
     source: Path | str, *errors: type[Exception], kind: type[JllamaError] = JllamaError
 ) -> Iterator[None]:
     """Turn errors inside the block into one of a ``kind`` that names their source.
@@ -130,7 +130,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def written_whole(target: Path, *, shared: bool = False) -> Iterator[Path]:
+def atomic_write(target: Path, *, shared: bool = False) -> Iterator[Path]:
     """Yield a temporary path for a file or folder that replaces ``target`` at the end of the block.
 
     After an error nothing changes. A file is replaced at once; an old folder is first renamed, and
@@ -143,7 +143,7 @@ def written_whole(target: Path, *, shared: bool = False) -> Iterator[Path]:
     """
     partial = _beside(target, f"{uuid.uuid4().hex[:8]}.partial" if shared else "partial")
     old = _beside(target, "old")
-    put_back(target)
+    restore_replaced(target)
     try:
         remove(partial)
         yield partial
@@ -152,13 +152,13 @@ def written_whole(target: Path, *, shared: bool = False) -> Iterator[Path]:
             target.rename(old)
         partial.replace(target)
     finally:
-        put_back(target)
+        restore_replaced(target)
         remove(partial)
         remove(old)
 
 
-def put_back(target: Path) -> None:
-    """Undo an interrupted ``written_whole``, which renamed ``target`` and did not replace it."""
+def restore_replaced(target: Path) -> None:
+    """Undo an interrupted ``atomic_write``, which renamed ``target`` and did not replace it."""
     old = _beside(target, "old")
     if old.exists() and not target.exists():
         old.rename(target)
@@ -176,14 +176,14 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def write_text_whole(path: Path, text: str) -> None:
+def atomic_write_text(path: Path, text: str) -> None:
     """Write a UTF-8 text file; at any moment the old one or the new one is there."""
-    with written_whole(path) as partial:
+    with atomic_write(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 @contextlib.contextmanager
-def locked(folder: Path, process: int = 0) -> Iterator[None]:
+def file_lock(folder: Path, process: int = 0) -> Iterator[None]:
     """Lock a folder for this process inside the block, or until the process dies.
 
     The folder is created if it is missing, and then removed if it stays empty. Systems without file
@@ -250,7 +250,7 @@ def read_lines(path: Path, key: str = "step") -> list[Json]:
 
 
 def check_writable(path: Path) -> None:
-    """Raise ``UsageError`` unless ``write_text_whole`` could write this file; do not change it."""
+    """Raise ``UsageError`` unless ``atomic_write_text`` could write this file; do not change it."""
     try:
         if path.exists() and not path.is_file():
             raise OSError(errno.EEXIST, "there is something that is no ordinary file")

@@ -80,7 +80,7 @@ def check_logger(name: str) -> None:
         )
 
 
-def numbers(line: Mapping[str, Any]) -> dict[str, float]:
+def finite_numbers(line: Mapping[str, Any]) -> dict[str, float]:
     """Return the finite numbers in a line of ``metrics.jsonl``; nested: ``final/perplexity``."""
     flat: dict[Any, Any] = flatten_dict(dict(line), sep="/")
     return {
@@ -90,7 +90,7 @@ def numbers(line: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def persistent(
+def retrying_writer(
     open: Callable[[Any], Write], warn: Callable[[Exception], None]
 ) -> Callable[..., None]:
     """Return a function that delivers records to a writer in order, and never raises.

@@ -53,7 +53,7 @@ def initial_adapter(
     """Return the adapter before training, in float32; it changes nothing, since ``b`` is zero.
 
     ``a`` is uniform within ``1 / sqrt(inputs)``, as in PEFT. A magnitude is the length that the
-    output has in ``base``, whose weights are as ``frozen`` returns them.
+    output has in ``base``, whose weights are as ``freeze`` returns them.
     """
     shapes = adapter_shapes(config, lora)
     keys = jax.random.split(key, len(shapes))
@@ -72,15 +72,15 @@ def initial_adapter(
 
 
 def _output_lengths(part: Any, shape: tuple[int, ...]) -> Array:
-    return output_lengths(dense(part, shape, jnp.float32).reshape(shape))
+    return output_lengths(dequantize(part, shape, jnp.float32).reshape(shape))
 
 
-def frozen(params: Params, config: LlamaConfig, lora: LoraConfig, dtype: Any) -> Params:
-    """Return the base weights as ``lora.base`` stores them; see ``held``."""
-    return map_by_path(lambda path, part: held(path, part, config, lora, dtype), params)
+def freeze(params: Params, config: LlamaConfig, lora: LoraConfig, dtype: Any) -> Params:
+    """Return the base weights as ``lora.base`` stores them; see ``convert_weight``."""
+    return map_by_path(lambda path, part: convert_weight(path, part, config, lora, dtype), params)
 
 
-def held(path: str, part: Any, config: LlamaConfig, lora: LoraConfig, dtype: Any) -> Any:
+def convert_weight(path: str, part: Any, config: LlamaConfig, lora: LoraConfig, dtype: Any) -> Any:
     """Return one base weight as ``lora.base`` stores it; a weight stored so already is unchanged.
 
     ``int8`` and ``nf4`` apply to the matrices of layers, ``bfloat16`` to all weights; the others
@@ -104,21 +104,21 @@ def _quantize(stack: Array, base: str, num_inputs: int) -> Any:
         num_rows = math.prod(matrix.shape[:num_inputs])
         flat = matrix.reshape(num_rows, -1).astype(jnp.float32)
         tile = math.gcd(64, num_rows)
-        return qwix().quantize(flat, "nf4", channelwise_axes=(1,), tiled_axes={0: tile})
+        return import_qwix().quantize(flat, "nf4", channelwise_axes=(1,), tiled_axes={0: tile})
 
     return jax.lax.map(quantize, stack)
 
 
-def dense(part: Any, shape: tuple[int, ...], dtype: Any) -> Array:
+def dequantize(part: Any, shape: tuple[int, ...], dtype: Any) -> Array:
     """Return a base weight in floats; ``shape`` is that of the matrix."""
     if isinstance(part, Array):
         return part.astype(dtype)
     if isinstance(part, DecodeMatrix):
         return part.dense(dtype)
-    return qwix().dequantize(part).astype(dtype).reshape(shape)
+    return import_qwix().dequantize(part).astype(dtype).reshape(shape)
 
 
-def adapted(base: Params, adapter: Params, lora: LoraConfig) -> Params:
+def adapt(base: Params, adapter: Params, lora: LoraConfig) -> Params:
     """Return parameters whose adapted matrices are ``AdaptedMatrix``, layers stacked."""
     layers = dict(base["layers"])
     for name, part in adapter["layers"].items():
@@ -129,21 +129,21 @@ def adapted(base: Params, adapter: Params, lora: LoraConfig) -> Params:
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def merged(base: Params, adapter: Params, config: LlamaConfig, lora: LoraConfig) -> Params:
+def merge(base: Params, adapter: Params, config: LlamaConfig, lora: LoraConfig) -> Params:
     """Return float32 parameters that give the same products without an adapter."""
     table = parameter_table(config)
     shapes = {name: shape_of(table[f"layers/{name}"], config)[1:] for name in base["layers"]}
 
     def merge(weights: Params, parts: Params) -> Params:
-        weights = {name: dense(part, shapes[name], jnp.float32) for name, part in weights.items()}
-        layer = adapted({"layers": weights}, {"layers": parts}, lora)["layers"]
+        weights = {name: dequantize(part, shapes[name], jnp.float32) for name, part in weights.items()}
+        layer = adapt({"layers": weights}, {"layers": parts}, lora)["layers"]
         return {name: part.merged() if name in parts else part for name, part in layer.items()}
 
     others = {name: leaf.astype(jnp.float32) for name, leaf in base.items() if name != "layers"}
     return {**others, "layers": jax.vmap(merge)(base["layers"], adapter["layers"])}
 
 
-def qwix() -> Any:
+def import_qwix() -> Any:
     """Import the package that quantizes to NormalFloat (arXiv:2305.14314).
 
     Raises:

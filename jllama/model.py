@@ -33,7 +33,7 @@ from jllama.parameters import (
     shape_of,
 )
 from jllama.rope_scaling import inverse_frequencies
-from jllama.sharding import spread, spread_attention
+from jllama.sharding import map_shards, sharded_attention
 
 Segments = Int[Array, "batch seq"] | None
 TokenIds = Integer[Array | np.ndarray, "batch seq"] | Sequence[Sequence[int]]
@@ -101,10 +101,10 @@ class AttentionInputs:
     slots: Any = None
     implementation: str = "reference"
     mesh: Mesh | AbstractMesh | None = None
-    begins: bool = False
+    cache_is_empty: bool = False
 
 
-class Parallel(NamedTuple):
+class LayerGather(NamedTuple):
     """How a pass over stacked layers is spread over devices, see ``jllama.sharding``.
 
     Attributes:
@@ -219,14 +219,14 @@ class Layer(_Module):
         visible = (key, value)
         if cached is not None:
             cached_keys, cached_values = cached
-            cached_keys = spread(inputs.mesh, write_slots, cached_keys, key, inputs.slots)
-            cached_values = spread(inputs.mesh, write_slots, cached_values, value, inputs.slots)
+            cached_keys = map_shards(inputs.mesh, write_slots, cached_keys, key, inputs.slots)
+            cached_values = map_shards(inputs.mesh, write_slots, cached_values, value, inputs.slots)
             cached = (cached_keys, cached_values)
-            if not inputs.begins:
+            if not inputs.cache_is_empty:
                 visible = cached
         attention = F.attention
         if inputs.mesh is not None:
-            attention = functools.partial(spread_attention, inputs.mesh)
+            attention = functools.partial(sharded_attention, inputs.mesh)
         mixed = attention(query, *visible, inputs.mask, inputs.implementation).swapaxes(1, 2)
         wo = self.wo[...]
         flat = mixed.reshape(x.shape[0] * x.shape[1], -1)
@@ -245,7 +245,7 @@ class Layer(_Module):
     def feed_forward(self, x: Stream) -> Stream:
         """Compute ``functional.swiglu`` with this layer's matrices."""
         gate, up = self.products(x, "w_gate", "w_up")
-        return (F.gated(gate, up) @ self.w_down[...]).reshape(x.shape)
+        return (F.silu_gate(gate, up) @ self.w_down[...]).reshape(x.shape)
 
     def products(self, x: Stream, *names: str) -> list[Array]:
         """Multiply each token of ``x`` by each of these matrices.
@@ -323,7 +323,7 @@ class Llama(_Module):
         *,
         remat: str = "dots",
         attention: str = "auto",
-        parallel: Parallel | None = None,
+        parallel: LayerGather | None = None,
     ) -> Stream:
         """Compute the final normalized activations of whole sequences.
 
@@ -363,7 +363,7 @@ class Llama(_Module):
         cache: KVCache,
         counts: Int[Array, "batch"],
         *,
-        begins: bool = False,
+        cache_is_empty: bool = False,
         attention: str = "auto",
     ) -> tuple[Stream, KVCache]:
         """Continue each row of a cache by its first ``counts`` tokens: prefill, or one step.
@@ -380,7 +380,7 @@ class Llama(_Module):
             begins: whether all rows are empty. Attention then has whole sequences, which kernels
                 are made for.
             attention: a name of ``functional.ATTENTION``; ``auto`` asks
-                ``functional.choose_cache_attention`` or, with ``begins``, ``choose_attention``.
+                ``functional.choose_cache_attention`` or, with ``cache_is_empty``, ``choose_attention``.
 
         Returns:
             The activations as from ``hidden``, with the same errors, and the longer cache.
@@ -394,7 +394,7 @@ class Llama(_Module):
 
         # 1) Choose an implementation of attention.
         platform = jax.default_backend()
-        if attention == "auto" and begins:
+        if attention == "auto" and cache_is_empty:
             attention = F.choose_attention(
                 seq, seq, backward=False, platform=platform, dtype=final_norm.dtype, packed=False
             )
@@ -407,14 +407,14 @@ class Llama(_Module):
 
         # 3) Say which keys are seen. A row without new tokens reads nothing, however long it is.
         mask = F.Mask()
-        if not begins:
+        if not cache_is_empty:
             mask = F.Mask(offset=jnp.where(counts > 0, cache.lengths, 0))
         mesh = jax.typeof(final_norm).sharding.mesh
         inputs = dataclasses.replace(
             attention_inputs(self.config, positions, mask, implementation=attention),
             slots=slots,
             mesh=mesh if mesh.size > 1 else None,
-            begins=begins,
+            cache_is_empty=cache_is_empty,
         )
 
         # 4) Run the layers.
@@ -474,7 +474,7 @@ class Llama(_Module):
 
 
 def _scan_layers(
-    layers: Layer, x: Stream, inputs: AttentionInputs, remat: str, parallel: Parallel | None
+    layers: Layer, x: Stream, inputs: AttentionInputs, remat: str, parallel: LayerGather | None
 ) -> Stream:
     """Run stacked layers one after the other, in one loop."""
     graph, state = nnx.split(layers)

@@ -51,7 +51,7 @@ class Parameter:
             by ``sqrt(2 * num_layers)`` (GPT-2, section 2.3).
         rotary: RoPE rotates the head_dim axis. The two channels of a pair are half of head_dim
             apart here and in Hugging Face's files, and adjacent in the other formats.
-        joined: the name of the matrix that decoding makes of all matrices with the same ``joined``,
+        joined: the name of the matrix that decoding makes of all matrices with the same ``flatten_matrix``,
             by concatenating their outputs.
         when: whether a model with a configuration has this parameter.
     """
@@ -67,7 +67,7 @@ class Parameter:
     gain: float = 1.0
     residual: bool = False
     rotary: bool = False
-    joined: str = ""
+    flatten_matrix: str = ""
     when: Callable[[LlamaConfig], bool] = lambda config: True
 
     def name(self, file_format: NamedFormat, layer: int = 0) -> str:
@@ -278,11 +278,11 @@ def as_matrix(parameter: Parameter, array: np.ndarray) -> np.ndarray:
     """Return a view of one layer (or a part of it) as ``[outputs, inputs]``, or flat for a norm."""
     if not parameter.inputs:
         return array.reshape(-1)
-    matrix = joined(parameter, array)
+    matrix = flatten_matrix(parameter, array)
     return matrix.T if _inputs_first(parameter) else matrix
 
 
-def joined(parameter: Parameter, array: Any) -> Any:
+def flatten_matrix(parameter: Parameter, array: Any) -> Any:
     """Flatten one layer of a matrix to two axes: its inputs and its outputs, in their order."""
     first = len(parameter.inputs if _inputs_first(parameter) else parameter.outputs)
     return array.reshape(math.prod(array.shape[:first]), -1)

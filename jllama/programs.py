@@ -39,19 +39,19 @@ _COMPILER_OPTIONS: Any = {"xla_llvm_disable_expensive_passes": False}
 """The default; with an option set, JAX does not take a program that it has compiled before."""
 
 
-def keep(*task: str) -> None:
+def enable_store(*task: str) -> None:
     """Let ``call`` store and load programs from now on, on one CPU.
 
     Programs that the last process with this ``task`` (a command and its model) used are loaded in
     threads at once.
     """
     global _task_key
-    if jax.default_backend() != "cpu" or not cache.most_bytes():
+    if jax.default_backend() != "cpu" or not cache.max_bytes():
         return
     _is_enabled.set()
     _task_key = cache.key_of(task)
     _recorded.clear()
-    record = cache.recall(_RECORDS, _task_key)
+    record = cache.load(_RECORDS, _task_key)
     text = "" if record is None else record.tobytes().decode("latin-1")
     threads = concurrent.futures.ThreadPoolExecutor(2)
     for key in re.findall("[0-9a-f]{64}", text):
@@ -96,7 +96,7 @@ def _find(function: Any, args: Any, shapes: Any) -> Any:
         _use_jax_cache(was_used)
     with contextlib.suppress(Exception):  # JAX cannot serialize all programs
         content = pickle.dumps(serialize_executable.serialize(program))
-        cache.keep("programs", key, [np.frombuffer(content, np.uint8)])
+        cache.store("programs", key, [np.frombuffer(content, np.uint8)])
     return program
 
 
@@ -105,12 +105,12 @@ def _record(key: str) -> None:
     if len(_recorded) < _MAX_RECORDED:
         _recorded.append(key)
         text = "".join(_recorded)
-        cache.keep(_RECORDS, _task_key, [np.frombuffer(text.encode(), np.uint8)])
+        cache.store(_RECORDS, _task_key, [np.frombuffer(text.encode(), np.uint8)])
 
 
 def _load(key: str) -> Any:
     """Return a stored program; None if there is none that JAX accepts."""
-    content = cache.recall("programs", key)
+    content = cache.load("programs", key)
     if content is not None:
         with contextlib.suppress(Exception):
             return serialize_executable.deserialize_and_load(*pickle.loads(content.data))

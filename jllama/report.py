@@ -20,7 +20,7 @@ import jllama
 from jllama.checkpoints.run import CONFIG, METRICS, SAMPLES, read_config, recognizes
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
-from jllama.files import fault_of, read_lines, write_text_whole
+from jllama.files import errors_as, read_lines, atomic_write_text
 from jllama.parameters import count_parameters
 
 Records = Sequence[Mapping[str, Any]]
@@ -108,7 +108,7 @@ def write_report(folders: Sequence[Path], target: Path) -> None:
             raise JllamaError(f"{folder} is not the folder of a run: it has no {CONFIG}")
         name = folder.name if folder_names.count(folder.name) == 1 else str(folder)
         errors = (KeyError, TypeError, ValueError, AttributeError)
-        with fault_of(f"{folder} does not hold what a run logs", *errors):
+        with errors_as(f"{folder} does not hold what a run logs", *errors):
             config, model, _ = read_config(folder)
             lines = read_lines(folder / METRICS)
             curves[name] = [line for line in lines if isinstance(line["step"], int)]
@@ -146,7 +146,7 @@ def write_report(folders: Sequence[Path], target: Path) -> None:
 def write_page(target: Path, title: str, parts: Mapping[str, str]) -> None:
     """Write a page of parts, which are HTML by title; empty ones are left out."""
     page = "".join(f"<h2>{html.escape(name)}</h2>{part}" for name, part in parts.items() if part)
-    write_text_whole(target, f"{_HEAD}<title>{html.escape(title)}</title>{page}</html>")
+    atomic_write_text(target, f"{_HEAD}<title>{html.escape(title)}</title>{page}</html>")
 
 
 def bars(measured: Mapping[str, Sequence[float]], label: str) -> str:

@@ -204,7 +204,7 @@ def _batch_spec(mesh: AnyMesh, names: tuple[str, ...], leaf: Any) -> PartitionSp
     return PartitionSpec(rows) if rows else PartitionSpec()
 
 
-def spread(mesh: AnyMesh | None, function: Callable[..., Array], *arrays: Any) -> Array:
+def map_shards(mesh: AnyMesh | None, function: Callable[..., Array], *arrays: Any) -> Array:
     """Apply a function to each device's rows and heads; the result is split like ``arrays[0]``."""
     if mesh is None:
         return function(*arrays)
@@ -221,7 +221,7 @@ def spread(mesh: AnyMesh | None, function: Callable[..., Array], *arrays: Any) -
     return local(*arrays)
 
 
-def gather(part: Array, zeros: Any, axis: int | None, dtype: Any, stages: Sequence[Any]) -> Array:
+def gather_weight(part: Array, zeros: Any, axis: int | None, dtype: Any, stages: Sequence[Any]) -> Array:
     """Return the whole weight from its parts on the devices of ``fsdp``.
 
     Its gradient is summed over those devices, and each device keeps its part as the gradient of
@@ -232,7 +232,7 @@ def gather(part: Array, zeros: Any, axis: int | None, dtype: Any, stages: Sequen
         zeros: an array of the part's shape, in the dtype in which gradients are summed.
         axis: the axis that is split; None: the weight is whole already.
         dtype: the dtype of the result.
-        stages: as ``gather_stages`` returns them.
+        stages: as ``gather_groups`` returns them.
     """
     stages = stages if axis is not None else ()
 
@@ -270,7 +270,7 @@ def _scatter(gradient: Array, zeros: Any, axis: int | None, stages: Sequence[Any
     return gradient[:, : zeros.size // len(zeros)].reshape(zeros.shape)
 
 
-def gather_stages(mesh: Mesh) -> list[list[list[int]] | None]:
+def gather_groups(mesh: Mesh) -> list[list[list[int]] | None]:
     """Return the groups along ``fsdp`` in which devices gather, by stage; None is all at once.
 
     On a TPU's torus a gather over all dimensions compiles to an all-reduce of a copy padded with
@@ -294,7 +294,7 @@ def gather_stages(mesh: Mesh) -> list[list[list[int]] | None]:
     return [index.tolist(), index.T.tolist()]
 
 
-def spread_attention(
+def sharded_attention(
     mesh: AnyMesh,
     query: Array,
     key: Array,
@@ -327,4 +327,4 @@ def spread_attention(
             value = jax.lax.dynamic_slice_in_dim(value, first, 1, axis=1)
         return F.attention(query, key, value, mask, implementation)
 
-    return spread(mesh, local, query, key, value, mask)
+    return map_shards(mesh, local, query, key, value, mask)

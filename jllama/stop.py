@@ -72,14 +72,14 @@ def _answer(reader: socket.socket, doing: Callable[[], str]) -> None:
             ignored_until_s = time.monotonic() + 1
             _print_line(f"{_NAMES[number]}: {doing()}; again to quit now")
         elif time.monotonic() > ignored_until_s and not _is_interactive():
-            end("stopped at once; the last checkpoint stays as it was", 128 + number)
+            exit_now("stopped at once; the last checkpoint stays as it was", 128 + number)
 
 
 def _is_interactive() -> bool:
     return hasattr(sys, "ps1")
 
 
-def end(text: str, exit_code: int) -> NoReturn:
+def exit_now(text: str, exit_code: int) -> NoReturn:
     """Print a last line and end the process at once."""
     _print_line(text)
     os._exit(exit_code)

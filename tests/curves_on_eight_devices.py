@@ -24,7 +24,7 @@ from jllama.generation.engine import Engine
 from jllama.generation.requests import Answer, Request
 from jllama.sharding import make_mesh, state_sharding
 from jllama.training.config import LoopConfig, OptimizerConfig, TrainConfig
-from jllama.training.step import check_batch, compile_training
+from jllama.training.step import check_batch_divides, compile_training
 
 STEPS, BOS, DRAWN = 20, 1, 5
 MESHES = [sizes for sizes in itertools.product((1, 2, 4, 8), repeat=4) if math.prod(sizes) == 8]
@@ -64,7 +64,7 @@ def drawn(rng):
 def is_legal(config, mesh):
     try:
         state_sharding(mesh, config.model, {})
-        check_batch(config, mesh)
+        check_batch_divides(config, mesh)
     except UsageError:
         return False
     return True

@@ -15,7 +15,7 @@ from jllama.language_model import LanguageModel
 from jllama.templates.messages import TEMPLATES
 from jllama.tokenizers import BytesTokenizer
 from jllama.verify.checks import random_params
-from jllama.verify.conformance import implementation_of, jllama_itself
+from jllama.verify.conformance import implementation_of, compiled_jllama
 
 SMALL = LlamaConfig(
     vocab_size=61,
@@ -61,7 +61,7 @@ SERVED = LlamaConfig(
 )
 """For the server: the byte tokenizer's tokens, and a context of four chunks."""
 
-forward, extend = jllama_itself().forward, jllama_itself().extend
+forward, extend = compiled_jllama().forward, compiled_jllama().extend
 """``forward(config, params, tokens, ...)`` and ``extend(config, decode_params, tokens, cache,
 counts)``."""
 

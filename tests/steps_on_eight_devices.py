@@ -17,16 +17,16 @@ from jllama.sharding import BATCH, MeshConfig, make_mesh, state_sharding
 from jllama.training.config import LoopConfig, OptimizerConfig, TrainConfig
 from jllama.training.step import compile_training
 from jllama.verify.checks import random_params, worst_error
-from jllama.verify.conformance import jllama_itself
+from jllama.verify.conformance import compiled_jllama
 from jllama.verify.equalities import (
     MESHES,
     Case,
-    after_steps,
-    one_device_and,
+    run_three_steps,
+    one_and_eight_devices,
     sharded_error,
     sharded_training_error,
     short_training,
-    trained,
+    train_briefly,
 )
 
 CONFIG = LlamaConfig(
@@ -85,7 +85,7 @@ def distance(tree, other):
 
 def wrong_on_the_last_device(config, params, tokens):
     """Logits whose last row is another one's if there are several devices."""
-    logits = jllama_itself().forward(config, params, tokens)
+    logits = compiled_jllama().forward(config, params, tokens)
     return logits.at[-1].set(logits[0]) if len(tokens.sharding.device_set) > 1 else logits
 
 
@@ -94,23 +94,23 @@ def selected(mesh):
     training = short_training(
         CONFIG, mesh, trainable=["layers/1/w*", "layers/*/attn_norm", "embed"], ema=0.3
     )
-    state, _ = after_steps(training, CONFIG)
+    state, _ = run_three_steps(training, CONFIG)
     return jax.tree.map(np.array, (state.params, state.average, training.weights(state)))
 
 
 def main():
-    implementation, params = jllama_itself(), random_params(CONFIG, 0)
+    implementation, params = compiled_jllama(), random_params(CONFIG, 0)
     wrong = implementation._replace(forward=wrong_on_the_last_device)
     report = {"refused": [refusal(sizes) for sizes in REFUSED]}
     for name, sizes in MESHES.items():
-        (one, _), (eight, _) = (trained(CONFIG, mesh) for mesh in one_device_and(sizes))
+        (one, _), (eight, _) = (train_briefly(CONFIG, mesh) for mesh in one_and_eight_devices(sizes))
         starts = [
-            short_training(CONFIG, mesh).init(jax.random.key(0)) for mesh in one_device_and(sizes)
+            short_training(CONFIG, mesh).init(jax.random.key(0)) for mesh in one_and_eight_devices(sizes)
         ]
         initial = [jax.tree.map(np.array, start.params) for start in starts]
-        mesh = one_device_and(sizes)[1]
+        mesh = one_and_eight_devices(sizes)[1]
         batch = jax.device_put(TOKENS, NamedSharding(mesh, BATCH))
-        (by_one, losses_of_one), (by_eight, losses) = map(trained_by_muon, one_device_and(sizes))
+        (by_one, losses_of_one), (by_eight, losses) = map(trained_by_muon, one_and_eight_devices(sizes))
         states = by_eight.opt_state[1][0].inner_states
         momentum = states["muon"].inner_state.mu["layers"]
         report[name] = {
@@ -128,7 +128,7 @@ def main():
             "rows": sorted({shard.data.shape[0] for shard in batch.addressable_shards}),
             "shards": shards(eight.params),
             "moment_shards": shards(eight.opt_state[1][0].mu),
-            "selected_error": distance(*(selected(mesh) for mesh in one_device_and(sizes))),
+            "selected_error": distance(*(selected(mesh) for mesh in one_and_eight_devices(sizes))),
             "devices": [len(run.params["embed"].sharding.device_set) for run in (one, eight)],
         }
     print(json.dumps(report))

@@ -35,7 +35,7 @@ def test_forward_and_cache_equal_the_oracle(dtype):
         cache, parts = KVCache.zeros(CONFIG, 2, 16, jnp.dtype(dtype)), []
         for first, counts in ((0, jnp.array([8, 8])), (8, jnp.array([4, 4], jnp.int32))):
             hidden, cache = llama.decode(
-                TOKENS[:, first : first + counts[0]], cache, counts, begins=first == 0
+                TOKENS[:, first : first + counts[0]], cache, counts, cache_is_empty=first == 0
             )
             parts.append(llama.logits(hidden))
         assert relative_error(np.concatenate(parts, axis=1), expected) < 1e-5

@@ -116,9 +116,9 @@ def test_a_damaged_entry_is_made_again(damage, file, folder):
 
 
 def test_an_entry_under_the_key_of_another_is_none(folder):
-    cache.keep("weights", "a" * 64, [np.arange(9)])
+    cache.store("weights", "a" * 64, [np.arange(9)])
     (folder / ("a" * 64)).rename(folder / ("b" * 64))
-    assert cache.recall("weights", "b" * 64) is None
+    assert cache.load("weights", "b" * 64) is None
 
 
 def test_exact_tensors_are_not_kept(folder, tmp_path):
@@ -165,7 +165,7 @@ def test_a_disk_that_fills_up_leaves_nothing_behind(folder, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(cache, "_checksum", fail)
-    cache.keep("weights", "a" * 64, [np.arange(9)])
+    cache.store("weights", "a" * 64, [np.arange(9)])
     assert not [*folder.iterdir()]
 
 
@@ -173,12 +173,12 @@ def test_what_was_used_last_stays(folder, monkeypatch):
     keys = [letter * 64 for letter in "abcd"]
     monkeypatch.setenv("JLLAMA_CACHE_GIB", str(3 * 1032 / 2**30))
     for age, key in enumerate(keys[:3]):
-        cache.keep("weights", key, [np.zeros(1024, np.uint8)])
+        cache.store("weights", key, [np.zeros(1024, np.uint8)])
         os.utime(folder / key, (age, age))
-    assert cache.recall("weights", keys[0]) is not None
-    cache.keep("weights", keys[3], [np.zeros(1024, np.uint8)])
+    assert cache.load("weights", keys[0]) is not None
+    cache.store("weights", keys[3], [np.zeros(1024, np.uint8)])
     assert sorted(path.name for path in folder.iterdir()) == [keys[0], keys[2], keys[3]]
-    cache.keep("weights", "e" * 64, [np.zeros(4096, np.uint8)])  # more than all may be
+    cache.store("weights", "e" * 64, [np.zeros(4096, np.uint8)])  # more than all may be
     assert len([*folder.iterdir()]) == 3
 
 
@@ -186,8 +186,8 @@ def test_many_writers_at_once(folder):
     arrays = [np.arange(100_000), np.ones(7, np.int8), np.ones((), np.float32)]
 
     def keep(_):
-        cache.keep("weights", "a" * 64, arrays)
-        found = cache.recall("weights", "a" * 64)
+        cache.store("weights", "a" * 64, arrays)
+        found = cache.load("weights", "a" * 64)
         return found[:800_000].view(np.int64)
 
     with concurrent.futures.ThreadPoolExecutor(8) as threads:
@@ -212,12 +212,12 @@ def give_away(path, monkeypatch):
 def test_what_is_kept_is_for_this_user_alone(folder, umask):
     before = os.umask(umask)
     try:
-        cache.keep("weights", KEY, [np.arange(9)])
+        cache.store("weights", KEY, [np.arange(9)])
     finally:
         os.umask(before)
     modes = [stat.S_IMODE(path.stat().st_mode) for path in (folder.parent, folder, folder / KEY)]
     assert modes == [0o700, 0o700, 0o600]
-    assert cache.recall("weights", KEY) is not None
+    assert cache.load("weights", KEY) is not None
 
 
 @pytest.mark.parametrize(
@@ -225,16 +225,16 @@ def test_what_is_kept_is_for_this_user_alone(folder, umask):
 )
 @pytest.mark.parametrize("place", [".", "weights", f"weights/{KEY}"], ids=["cache", "kind", "file"])
 def test_what_others_may_have_written_is_not_read(folder, place, mode, monkeypatch, capfd):
-    cache.keep("weights", KEY, [np.arange(9)])
+    cache.store("weights", KEY, [np.arange(9)])
     path = folder.parent / place
     give_away(path, monkeypatch) if mode is None else path.chmod(mode)
     for _ in range(3):
-        assert cache.recall("weights", KEY) is None
+        assert cache.load("weights", KEY) is None
     (note,) = capfd.readouterr().err.splitlines()
     assert note.startswith("note: ")
     assert " is not used, since other users may have written to it" in note
     assert note.endswith("remove it, or set JLLAMA_CACHE to a folder of your own")
-    cache.keep("weights", "b" * 64, [np.arange(9)])  # where it would never be read
+    cache.store("weights", "b" * 64, [np.arange(9)])  # where it would never be read
     assert len([*folder.iterdir()]) == (2 if mode and path.is_file() else 1)
 
 

@@ -25,9 +25,9 @@ def prefilled(monkeypatch):
     """How many tokens of prompts were computed so far, chunk by chunk."""
     counts, original = [], steps.prefill_chunk
 
-    def counting(params, config, cache, tokens, count, begins):
+    def counting(params, config, cache, tokens, count, cache_is_empty):
         counts.append(int(count[0]))
-        return original(params, config, cache, tokens, count, begins)
+        return original(params, config, cache, tokens, count, cache_is_empty)
 
     monkeypatch.setattr(steps, "prefill_chunk", counting)
     return counts

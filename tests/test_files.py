@@ -11,8 +11,8 @@ from jllama.files import (
     check_writable,
     has_file,
     read_lines,
-    write_text_whole,
-    written_whole,
+    atomic_write_text,
+    atomic_write,
 )
 
 
@@ -27,7 +27,7 @@ def test_a_file_takes_its_name_at_the_end(tmp_path, old, shared):
     target = tmp_path / "target"
     if old:
         target.write_text(old)
-    with written_whole(target, shared=shared) as partial:
+    with atomic_write(target, shared=shared) as partial:
         partial.write_text("new")
         assert target.exists() == bool(old)
     assert left(tmp_path) == {"target": "new"}
@@ -39,7 +39,7 @@ def test_after_an_error_all_is_as_before(tmp_path, shared):
     for is_folder in (False, True):
         with (  # noqa: PT012
             pytest.raises(ZeroDivisionError),
-            written_whole(tmp_path / "target", shared=shared) as partial,
+            atomic_write(tmp_path / "target", shared=shared) as partial,
         ):
             partial.mkdir() if is_folder else partial.write_text("new")
             raise ZeroDivisionError
@@ -49,22 +49,22 @@ def test_after_an_error_all_is_as_before(tmp_path, shared):
 def test_a_folder_replaces_a_folder_or_a_file_and_the_other_way_round(tmp_path):
     target = tmp_path / "target"
     for name in ("one", "two"):
-        with written_whole(target) as partial:
+        with atomic_write(target) as partial:
             partial.mkdir()
             (partial / name).touch()
         assert [path.name for path in target.iterdir()] == [name]
-    write_text_whole(target, "new")
+    atomic_write_text(target, "new")
     assert left(tmp_path) == {"target": "new"}
-    with written_whole(target) as partial:
+    with atomic_write(target) as partial:
         partial.mkdir()
     assert left(tmp_path) == {"target": True}
 
 
 def test_of_two_that_write_the_same_folder_the_first_stays(tmp_path):
     target = tmp_path / "target"
-    with pytest.raises(OSError, match="not empty"), written_whole(target, shared=True) as slow:  # noqa: PT012
+    with pytest.raises(OSError, match="not empty"), atomic_write(target, shared=True) as slow:  # noqa: PT012
         slow.mkdir()
-        with written_whole(target, shared=True) as quick:
+        with atomic_write(target, shared=True) as quick:
             assert quick != slow
             quick.mkdir()
             (quick / "whole").touch()
@@ -75,7 +75,7 @@ def test_of_two_that_write_the_same_folder_the_first_stays(tmp_path):
 def test_what_a_killed_process_left_is_put_back_or_cleared(tmp_path):
     (tmp_path / ".target.old").write_text("old")
     (tmp_path / ".target.partial").mkdir()
-    with pytest.raises(ZeroDivisionError), written_whole(tmp_path / "target"):
+    with pytest.raises(ZeroDivisionError), atomic_write(tmp_path / "target"):
         raise ZeroDivisionError
     assert left(tmp_path) == {"target": "old"}
 

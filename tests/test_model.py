@@ -32,8 +32,8 @@ from jllama.parameters import as_matrix, parameter_table
 from jllama.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
 from jllama.verify import equalities
 from jllama.verify.checks import random_params, relative_error, worst_error
-from jllama.verify.conformance import compiled, implementation_of, jllama_itself
-from jllama.verify.mutations import interleaved, model_with
+from jllama.verify.conformance import compile_implementation, implementation_of, compiled_jllama
+from jllama.verify.mutations import interleave_channels, model_with
 
 TOLERANCE = 1e-5
 VISIBLE = 100 * TOLERANCE
@@ -71,7 +71,7 @@ tokens_of_rows = st.builds(
 
 PLAIN = implementation_of(jllama.model)
 forward_, extend_ = PLAIN.forward, PLAIN.extend
-loss_and_gradients = equalities.loss_and_gradients(jllama_itself())
+loss_and_gradients = equalities.loss_and_gradients(compiled_jllama())
 
 
 @functools.cache
@@ -163,7 +163,7 @@ def test_bfloat16_weights_give_float32_logits_nearby():
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights(LLAMA_32))
     assert jax.eval_shape(functools.partial(forward, LLAMA_32), params, TOKENS).dtype == jnp.float32
     error = equalities.bfloat16_error(
-        equalities.Case(jllama_itself(), LLAMA_32, weights(LLAMA_32), TOKENS), POSITIONS
+        equalities.Case(compiled_jllama(), LLAMA_32, weights(LLAMA_32), TOKENS), POSITIONS
     )
     assert 1e-4 < error < equalities.BFLOAT16_TOLERANCE
 
@@ -455,15 +455,15 @@ def test_writes_past_the_end_are_dropped_and_shift_nothing(used):
 
 
 @functools.partial(jax.jit, static_argnames="begins")
-def decoded(params, tokens, cache, counts, begins):
+def decoded(params, tokens, cache, counts, cache_is_empty):
     llama = build_model(BASE, params)
-    hidden, cache = llama.decode(tokens, cache, counts, begins=begins)
+    hidden, cache = llama.decode(tokens, cache, counts, cache_is_empty=cache_is_empty)
     return llama.logits(hidden), cache
 
 
 @pytest.mark.parametrize("begins", [False, True])
 @pytest.mark.parametrize("seq", [SHORT, 300])
-def test_rows_that_begin_equal_the_oracle_and_their_padding_is_not_written(seq, begins):
+def test_rows_that_begin_equal_the_oracle_and_their_padding_is_not_written(seq, cache_is_empty):
     """Attention takes the cache or whole sequences, and these are long enough for blocks or not."""
     assert F.choose_attention(seq, seq, backward=False) == (
         "reference" if seq == SHORT else "blocked"
@@ -472,7 +472,7 @@ def test_rows_that_begin_equal_the_oracle_and_their_padding_is_not_written(seq, 
     cache = jax.tree.map(
         lambda leaf: leaf + 7 if leaf.ndim == 4 else leaf, KVCache.zeros(BASE, 3, LONG)
     )
-    logits, after = decoded(unstacked(BASE), TOKENS[:, :seq], cache, jnp.asarray(counts), begins)
+    logits, after = decoded(unstacked(BASE), TOKENS[:, :seq], cache, jnp.asarray(counts), cache_is_empty)
     expected = oracle.forward(random_params(BASE, 0), TOKENS[:, :seq], BASE)
     np.testing.assert_array_equal(after.lengths, counts)
     for row, count in enumerate(counts):
@@ -556,7 +556,7 @@ def permuted_twice(layers):
 
 
 def only_queries_permuted(layers):
-    return {"wk": interleaved(layers["wk"])}
+    return {"wk": interleave_channels(layers["wk"])}
 
 
 def norms_exchanged(layers):
@@ -622,7 +622,7 @@ def sharp():
 )
 def test_a_wrong_table_or_mask_is_seen(wrong, row):
     params, expected = sharp()
-    logits = compiled(implementation_of(model_with(**wrong))).forward(
+    logits = compile_implementation(implementation_of(model_with(**wrong))).forward(
         BASE, params, TOKENS, None, POSITIONS
     )
     assert relative_error(logits[row], expected[row]) > VISIBLE

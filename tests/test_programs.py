@@ -57,14 +57,14 @@ def later_process(monkeypatch, keeps=True):
     monkeypatch.setattr(programs, "_programs", {})
     monkeypatch.setattr(programs, "_loading", {})
     if keeps:
-        programs.keep()
+        programs.enable_store()
 
 
 def test_a_later_process_loads_what_this_one_compiled(folder, loaded, monkeypatch):
     later_process(monkeypatch, keeps=False)
     expected = generate()
     assert not folder.exists()
-    programs.keep()
+    programs.enable_store()
     assert generate() == expected
     assert len([*folder.iterdir()]) == 2
     assert not loaded
@@ -83,7 +83,7 @@ def test_what_can_be_damaged_is_compiled_again(folder, loaded, monkeypatch):
     assert generate() == expected
     for path in [*folder.iterdir()]:  # whole, and still no program
         path.unlink()
-        cache.keep("programs", path.name, [np.arange(99)])
+        cache.store("programs", path.name, [np.arange(99)])
     later_process(monkeypatch)
     assert generate() == expected
     assert not loaded
@@ -175,7 +175,7 @@ class Planted:
 
 
 def plant(folder, key, mark, mode):
-    cache.keep("programs", key, [np.frombuffer(pickle.dumps(Planted(mark)), np.uint8)])
+    cache.store("programs", key, [np.frombuffer(pickle.dumps(Planted(mark)), np.uint8)])
     (folder / key).chmod(mode)
 
 
@@ -198,16 +198,16 @@ def test_nothing_is_run_but_what_is_asked_for(folder, tmp_path, monkeypatch):
 
 
 def test_what_the_last_process_with_a_task_asked_for_is_loaded_ahead(folder, loaded, monkeypatch):
-    programs.keep("sample", "one")
+    programs.enable_store("sample", "one")
     expected = generate()
     later_process(monkeypatch, keeps=False)
-    programs.keep("sample", "two")
+    programs.enable_store("sample", "two")
     assert not programs._loading
     assert generate() == expected
     for task in ("one", "two"):
         later_process(monkeypatch, keeps=False)
         loaded.clear()
-        programs.keep("sample", task)
+        programs.enable_store("sample", task)
         assert {*programs._loading} == {path.name for path in folder.iterdir()}
         for found in programs._loading.values():
             found.result()

@@ -9,7 +9,7 @@ import tuning
 
 from jllama.config import LoraConfig
 from jllama.errors import UsageError
-from jllama.verify.equalities import MESHES, one_device_and
+from jllama.verify.equalities import MESHES, one_and_eight_devices
 
 ROWS, PAIRS = tuning.packed(tuning.conversations(0)), tuning.apart(tuning.conversations(1, 16))
 PAIRS = PAIRS._replace(reference=np.linspace(-30, -20, 16, dtype=np.float32))
@@ -27,12 +27,12 @@ def main():
     for mesh, kind, which in CASES:
         loss, rows = LOSSES[which]
         errors = tuning.first_errors(
-            kind, rows, tuning.compiled(kind, one_device_and(MESHES[mesh])[1]), loss
+            kind, rows, tuning.compiled(kind, one_and_eight_devices(MESHES[mesh])[1]), loss
         )
         report.append({"mesh": mesh, "kind": kind, "loss": which, "errors": errors})
     tuning.KINDS["int8"] = LoraConfig(rank=4, base="int8")
     try:
-        tuning.compiled("int8", one_device_and(MESHES[ALL_AXES])[1])
+        tuning.compiled("int8", one_and_eight_devices(MESHES[ALL_AXES])[1])
     except UsageError as error:
         assert "whose weights are whole on each device" in str(error)  # noqa: PT017
     else:

@@ -29,7 +29,7 @@ from jllama.checkpoints.tensors import (
 )
 from jllama.config import LlamaConfig, LoraConfig
 from jllama.errors import JllamaError
-from jllama.files import fault_of, read_fields, read_json_object, write_json
+from jllama.files import errors_as, read_fields, read_json_object, write_json
 from jllama.parameters import PARAMETERS, NamedFormat, tensor_specs
 
 CONFIG = "adapter_config.json"
@@ -244,7 +244,7 @@ def read_peft(path: Path, config: LlamaConfig) -> Adapter:
         stored[full] = tensor
     with safetensors.safe_open(path / WEIGHTS, "np") as file:
         fingerprint = (file.metadata() or {}).get(FINGERPRINT, "")
-    with fault_of(source):
+    with errors_as(source):
         lora = LoraConfig(**read_fields(fields, _FIELDS, source))
     base = str(fields.get("base_model_name_or_path", ""))
     return _read(stored, "huggingface", Adapter(lora, {}, config, path, base, fingerprint))
@@ -288,7 +288,7 @@ def read_gguf(path: Path, config: LlamaConfig) -> Adapter:
         )
     ranks = [tensor.shape[0] for name, tensor in stored.items() if name.endswith(".lora_a")]
     rank = max(ranks, default=1)
-    with fault_of(path, TypeError):
+    with errors_as(path, TypeError):
         # If alpha is missing or 0, llama.cpp does not scale.
         lora = LoraConfig(rank, metadata.get(ALPHA) or float(rank))
     fingerprint = str(metadata.get(FINGERPRINT, ""))

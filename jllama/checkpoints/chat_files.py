@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jllama.errors import JllamaError
-from jllama.files import Json, fault_of, has_file, read_json_object, write_json
+from jllama.files import Json, errors_as, has_file, read_json_object, write_json
 from jllama.tokenizers import Tokenizer, has_tokenizer, load_tokenizer
 
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -16,7 +16,7 @@ def read_text_files(folder: Path) -> tuple[Tokenizer | None, str | None, tuple[i
     """Read the tokenizer, chat template and stop ids in a folder; None and no ids if absent."""
     tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
     template = folder / CHAT_TEMPLATE
-    with fault_of(f"{template} is not UTF-8 text", UnicodeDecodeError):
+    with errors_as(f"{template} is not UTF-8 text", UnicodeDecodeError):
         text = template.read_text(encoding="utf-8") if has_file(template) else None
     generation = folder / GENERATION_CONFIG
     fields = read_json_object(generation) if has_file(generation) else {}

@@ -34,7 +34,7 @@ from jllama.checkpoints.tensors import (
 )
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError, UsageError
-from jllama.files import fault_of
+from jllama.files import errors_as
 from jllama.parameters import PARAMETERS, TensorSpec, tensor_specs
 from jllama.rope_scaling import (
     ROPE_SCALINGS,
@@ -140,7 +140,7 @@ def read(path: Path) -> Checkpoint:
         raise JllamaError(
             f"{file} has architecture {reprlib.repr(architecture)}; jllama reads {ARCHITECTURE!r}"
         )
-    with fault_of(f"{file} does not describe a model that jllama has"):
+    with errors_as(f"{file} does not describe a model that jllama has"):
         config = _read_config(metadata, stored, file)
     stored.pop(ROPE_FREQS, None)
     tensors = _narrow_norms(match_tensors(stored, config, "gguf", file))

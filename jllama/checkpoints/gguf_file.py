@@ -17,7 +17,7 @@ from gguf.quants import dequantize, quant_shape_to_byte_shape, quantize
 
 from jllama.checkpoints.tensors import FileTensor, LazyTensor, OnProgress, blocks
 from jllama.errors import JllamaError
-from jllama.files import fault_of
+from jllama.files import errors_as
 
 MAGIC = b"GGUF"
 _VERSION = 3
@@ -196,7 +196,7 @@ class _Header:
 
     def _type(self, types: Any, owner: str) -> Any:
         number = self.number("I")
-        with fault_of(f"{self.path} has the {owner} of the unknown type {number}", ValueError):
+        with errors_as(f"{self.path} has the {owner} of the unknown type {number}", ValueError):
             return types(number)
 
     def tensor_info(self, name: str) -> _TensorInfo:
@@ -217,7 +217,7 @@ class _Header:
                 "and no row may be empty or end inside a block"
             )
         advice = f"{tensor}, which cannot be read: convert the model again, to another type"
-        with fault_of(advice, NotImplementedError):
+        with errors_as(advice, NotImplementedError):
             if type_ not in PLAIN:  # whether the package can dequantize it shows only when it tries
                 dequantize(np.zeros((1, block_bytes), np.uint8), type_)
         return _TensorInfo(type_, shape, offset)

@@ -32,7 +32,7 @@ from jllama.checkpoints.tensors import (
 )
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
-from jllama.files import Json, fault_of, has_file, read_fields, read_json_object, write_json
+from jllama.files import Json, errors_as, has_file, read_fields, read_json_object, write_json
 from jllama.parameters import PARAMETERS, tensor_specs
 from jllama.rope_scaling import ROPE_SCALINGS, RopeScaling
 from jllama.tokenizers import save_huggingface
@@ -97,7 +97,7 @@ def config_from_huggingface(fields: Mapping[str, Any], source: Path) -> LlamaCon
     _refuse_other_models(fields, source)
     rope = _rope_fields(fields, source)
     values = read_fields(fields | rope, _FIELDS, source)
-    with fault_of(source):
+    with errors_as(source):
         scaling = _rope_scaling(rope, values["max_seq_len"], source)
         return LlamaConfig(**values, rope_scaling=scaling)
 
@@ -174,7 +174,7 @@ def _rope_scaling(rope: Mapping[str, Any], max_seq_len: int, source: Path) -> Ro
         )
     if hasattr(kind, "original_max_seq_len"):
         numbers["original_max_seq_len"] = length
-    with fault_of(source):
+    with errors_as(source):
         return RopeScaling.from_fields({"type": name} | numbers)
 
 
@@ -374,5 +374,5 @@ def download(repository: str) -> Path:
     patterns = ["*.safetensors", "*.json", "tokenizer.model", "*.jinja"]
     # An error may be one of the hub's client, of its HTTP library or of the disk: all mean the
     # same.
-    with fault_of(f"{repository} cannot be fetched from the hub", Exception):
+    with errors_as(f"{repository} cannot be fetched from the hub", Exception):
         return Path(huggingface_hub.snapshot_download(repository, allow_patterns=patterns))

@@ -17,7 +17,7 @@ import numpy as np
 from jllama.checkpoints.tensors import Checkpoint, OnProgress, blocks, reorder_rotary
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
-from jllama.files import fault_of, has_file
+from jllama.files import errors_as, has_file
 from jllama.parameters import TensorSpec, count_parameters, tensor_specs
 from jllama.rope_scaling import inverse_frequencies
 from jllama.tokenizers.llama2c import load_llama2c_tokenizer, save_llama2c_tokenizer
@@ -81,7 +81,7 @@ def _read_config(file: Path) -> LlamaConfig | None:
             f"{file} is not a llama2.c file: its sizes are {tuple(sizes.values())}; none may be 0"
         )
     vocab_size = sizes.pop("vocab_size")
-    with fault_of(f"{file} is not a llama2.c file"):
+    with errors_as(f"{file} is not a llama2.c file"):
         return LlamaConfig(
             **sizes, **_FIXED, vocab_size=abs(vocab_size), tie_embeddings=vocab_size > 0
         )

@@ -30,9 +30,9 @@ from jllama.checkpoints.tensors import (
 from jllama.checkpoints.torch_file import read_torch_file, write_torch_file
 from jllama.config import LlamaConfig, llama_mlp_dim
 from jllama.errors import JllamaError, UsageError
-from jllama.files import fault_of, has_file, read_fields, read_json_object, write_json
+from jllama.files import errors_as, has_file, read_fields, read_json_object, write_json
 from jllama.parameters import PARAMETERS, tensor_specs
-from jllama.presets import PRESETS, SHAPE, differing
+from jllama.presets import PRESETS, SHAPE_FIELDS, differing_fields
 from jllama.rope_scaling import Llama3Scaling, RopeScaling
 from jllama.tokenizers import load_tokenizer, save_meta
 
@@ -130,7 +130,7 @@ def read(path: Path, rope_factor: float | None = None) -> Checkpoint:
     tensors = match_tensors(joined, config, "meta", path)
     own = path / OURS
     own_fields = read_json_object(own) if has_file(own) else {}
-    with fault_of(own):
+    with errors_as(own):
         table = {"max_seq_len": ("max_seq_len", _family_max_seq_len(config))}
         config = dataclasses.replace(config, **read_fields(own_fields, table, own))
 
@@ -169,7 +169,7 @@ def _read_config(params: Mapping[str, Any], source: Path, shards: Shards) -> Lla
     """
     count = len(shards)
     tensors = next(iter(shards.values()))
-    with fault_of(source):
+    with errors_as(source):
         config = LlamaConfig(**read_fields(params, _FIELDS, source))
     shapes = {}
     for spec in tensor_specs(config):
@@ -191,7 +191,7 @@ def _read_config(params: Mapping[str, Any], source: Path, shards: Shards) -> Lla
     mlp_dim = shapes.get("layers/0/w_gate", (0, 0))[0] * count
     if "multiple_of" in params or "ffn_dim_multiplier" in params:
         mlp_dim = llama_mlp_dim(embed_dim, **read_fields(params, _MLP, source))
-    with fault_of(source):
+    with errors_as(source):
         return dataclasses.replace(
             config, vocab_size=config.vocab_size or vocab_size, mlp_dim=mlp_dim
         )
@@ -216,7 +216,7 @@ def _rope_scaling(
         return None
     if factor is None and not has_factor:
         factor = _released_factor(source, config)
-    with fault_of(source):
+    with errors_as(source):
         scaling = RopeScaling.from_fields({"type": "llama3", "factor": 1.0} | fields)
     return scaling if factor is None else dataclasses.replace(scaling, factor=factor)
 
@@ -225,7 +225,7 @@ def _released_factor(source: Path, config: LlamaConfig) -> float:
     """Return the factor of the released Llama with the same shape, and name it on stderr."""
     for name, released in PRESETS.items():
         scaling = released.rope_scaling
-        if scaling and not differing((*SHAPE, "vocab_size", "rope_theta"), config, released):
+        if scaling and not differing_fields((*SHAPE_FIELDS, "vocab_size", "rope_theta"), config, released):
             print(
                 f"note: RoPE factor {scaling.factor:g} of {name}, "
                 "which has this shape; rope_factor overrides",

@@ -23,7 +23,7 @@ from jllama.checkpoints.tensors import Checkpoint, OnProgress, size_bytes
 from jllama.config import LlamaConfig
 from jllama.decode_params import Quantization
 from jllama.errors import JllamaError, UsageError, no_tokenizer
-from jllama.files import fault_of, put_back, refuse_special_files, written_whole
+from jllama.files import errors_as, restore_replaced, refuse_special_files, atomic_write
 from jllama.language_model import LanguageModel
 from jllama.parameters import count_parameters
 from jllama.progress import progress
@@ -325,7 +325,7 @@ def open_checkpoint(
     config = run.read_config(source) if run.recognizes(source) else None
     if config and config.lora.rank:
         init_from = f"{source} has adapters of its init_from"
-        with fault_of(init_from, JllamaError, KeyError, RecursionError):
+        with errors_as(init_from, JllamaError, KeyError, RecursionError):
             factor = rope_factor or config.fields.get("rope_factor")
             base = open_checkpoint(str(config.fields["init_from"]), factor)
         checkpoint = adapters.merged(base, run.read_adapter(source, base.config, own_step))
@@ -448,7 +448,7 @@ def _write(
             "make room, or choose another destination or a smaller dtype"
         )
     with (
-        written_whole(target) as partial,
+        atomic_write(target) as partial,
         progress(f"writing {target.name}", needed_bytes, of_bytes=True) as on_progress,
     ):
         if not format.is_file:
@@ -475,7 +475,7 @@ def check_target(target: Path, sources: Sequence[Path], overwrite: bool) -> None
             f"the target {target} is the folder you are in, "
             "or holds it: name a file or folder to make"
         )
-    put_back(target)
+    restore_replaced(target)
     refuse_special_files(target)
     for source in sources:
         for own in (source, *source.glob("*")):

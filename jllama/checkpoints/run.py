@@ -18,7 +18,7 @@ from jllama.checkpoints.chat_files import read_text_files, write_chat_files
 from jllama.checkpoints.tensors import Checkpoint, OnProgress, TensorsOfParams, load_params
 from jllama.config import LlamaConfig, LoraConfig
 from jllama.errors import JllamaError
-from jllama.files import fault_of, refuse_special_files, write_text_whole
+from jllama.files import errors_as, refuse_special_files, atomic_write_text
 from jllama.lora import initial_adapter
 from jllama.model import abstract_params
 
@@ -58,7 +58,7 @@ def read_config(folder: Path) -> RunConfig:
         ValueError,
         RecursionError,
     )
-    with fault_of(f"{path} does not describe a model", *errors):
+    with errors_as(f"{path} does not describe a model", *errors):
         fields = {**yaml.safe_load(path.read_text(encoding="utf-8"))}
         # This raises ValueError if a number is too long to be printed.
         model = LlamaConfig(**{**fields["model"]})
@@ -86,7 +86,7 @@ def read_adapter(path: Path, config: LlamaConfig, step: int | None = None) -> Ad
             f"{path} is a run that trained no adapter: give it as the checkpoint itself"
         )
     checkpoints, step = _open_step(path, step)
-    with fault_of(path / CONFIG):
+    with errors_as(path / CONFIG):
         shapes = jax.eval_shape(
             lambda p: initial_adapter(jax.random.key(0), p, config, lora), abstract_params(config)
         )
@@ -135,7 +135,7 @@ def write(
             checkpoint, dtype, on_progress=lambda num_bytes: on_progress(num_bytes // 2)
         )
     fields = {"model": dataclasses.asdict(checkpoint.config)}
-    write_text_whole(target / CONFIG, yaml.safe_dump(fields, sort_keys=False))
+    atomic_write_text(target / CONFIG, yaml.safe_dump(fields, sort_keys=False))
     if checkpoint.tokenizer is not None:
         checkpoint.tokenizer.save(target)
     write_chat_files(target, checkpoint.chat_template, checkpoint.stop_ids)

@@ -16,7 +16,7 @@ import safetensors
 
 from jllama.checkpoints.tensors import NamedTensor, OnProgress, blocks
 from jllama.errors import JllamaError
-from jllama.files import fault_of
+from jllama.files import errors_as
 
 DTYPES = {
     "F64": np.dtype("f8"),
@@ -37,8 +37,8 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray]:
     tensors = {}
     damaged = f"{path} is cut short, damaged or not a safetensors file"
     with (
-        fault_of(f"{path} cannot be read", OSError),
-        fault_of(damaged, ValueError, safetensors.SafetensorError),
+        errors_as(f"{path} cannot be read", OSError),
+        errors_as(damaged, ValueError, safetensors.SafetensorError),
     ):
         mapped = np.memmap(path, np.uint8, "r").view(np.ndarray)
         # Opening checks the header, and that the tensors fill the file.

@@ -354,7 +354,7 @@ def load_decode_params(
     key = None
     if mesh is None:
         key = _content_key(checkpoint, config, dtypes, quantize, joined_groups(config))
-    content = cache.recall("weights", key) if key else None
+    content = cache.load("weights", key) if key else None
     cached = {} if content is None else _map_arrays(content, groups)
 
     def read(path: str) -> Any:
@@ -362,7 +362,7 @@ def load_decode_params(
 
     leaves = dict(zip(groups, _map_in_threads(read, groups), strict=True))
     if key and content is None:
-        cache.keep("weights", key, jax.tree.leaves([*leaves.values()]))
+        cache.store("weights", key, jax.tree.leaves([*leaves.values()]))
     return DecodeParams(unflatten_dict(leaves, sep="/"))
 
 

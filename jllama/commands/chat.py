@@ -15,7 +15,7 @@ from jllama.commands.cli import parse
 from jllama.commands.model import ModelOptions, sampling_params
 from jllama.commands.terminal import WordWrap, line_editing, lines, say, stoppable
 from jllama.errors import JllamaError, UsageError, check_fields, unknown_name
-from jllama.files import check_writable, read_json_object, write_text_whole
+from jllama.files import check_writable, read_json_object, atomic_write_text
 from jllama.generation.sampling_params import SamplingParams
 
 _SETTINGS = ["max_new_tokens", *vars(SamplingParams())]
@@ -230,7 +230,7 @@ def _save(session: _Session, name: str) -> None:
         raise UsageError(f"{name} exists: choose another name")
     check_writable(path)
     content = json.dumps({"messages": session.conversation.messages}, ensure_ascii=False)
-    write_text_whole(path, content + "\n")
+    atomic_write_text(path, content + "\n")
     say(f"(saved {name})")
 
 

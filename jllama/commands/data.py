@@ -56,16 +56,16 @@ def main(argv: list[str], prog: str) -> int:
     """Tokenize every conversation as training does, show some, and count the tokens of all."""
     options = parse(DataOptions, argv, prog, ("action", "path"))
     from jllama.checkpoints.registry import open_checkpoint
-    from jllama.data.chats import LOST, read_records, record_tokens
+    from jllama.data.chats import TOO_LONG_NOTE, read_records, record_tokens
     from jllama.data.corpus import Findings, corpus_files
     from jllama.files import cache_folder
-    from jllama.templates.messages import conversing
+    from jllama.templates.messages import chat_format
 
     checkpoint = open_checkpoint(options.model)
     tokenizer = checkpoint.tokenizer
     if tokenizer is None:
         raise no_tokenizer(options.model)
-    template, stop_ids = conversing(
+    template, stop_ids = chat_format(
         tokenizer, checkpoint.chat_template, checkpoint.stop_ids, options.chat_template
     )
     limit = (options.seq_len or checkpoint.config.max_seq_len) + 1
@@ -79,7 +79,7 @@ def main(argv: list[str], prog: str) -> int:
             with findings.noted():
                 conversations = record_tokens(record, tokenizer, template, stop_ids, findings.notes)
             learns = all(any(counted[1:limit]) for _, counted in conversations)
-            findings.notes[LOST] += not learns
+            findings.notes[TOO_LONG_NOTE] += not learns
             sides = ("",)
             if len(conversations) == 2:
                 sides = record.form

@@ -59,7 +59,7 @@ def main(argv: list[str], prog: str) -> int:
     from jllama.verify.conformance import (
         VARIANTS,
         cached_error,
-        jllama_itself,
+        compiled_jllama,
         weights,
         whole_error,
     )
@@ -94,8 +94,8 @@ def main(argv: list[str], prog: str) -> int:
         params = jax.tree.map(jax.numpy.asarray, weights(checked))
         decode_params = jllama.decode_layout(params, checked)
         error = max(
-            whole_error(jllama_itself(), checked, params, checked),
-            cached_error(jllama_itself(), checked, decode_params, checked),
+            whole_error(compiled_jllama(), checked, params, checked),
+            cached_error(compiled_jllama(), checked, decode_params, checked),
         )
     result = f"relative error {error:.1e}, tolerance {TOLERANCE:.0e}"
     print(f"a small Llama's logits against the float64 oracle: {result}")

@@ -93,7 +93,7 @@ def _evaluate_text(options: EvalOptions) -> int:
     from jllama.data.config import DataConfig
     from jllama.data.corpus import read_corpus
     from jllama.evaluation.scoring import score_texts, window_sizes
-    from jllama.templates.messages import conversing
+    from jllama.templates.messages import chat_format
 
     path = Path(options.data)
     if not path.is_file():
@@ -110,7 +110,7 @@ def _evaluate_text(options: EvalOptions) -> int:
     texts: Any
     if is_chat:
         tokenizer = model.text_tokenizer
-        chat = conversing(tokenizer, model.chat_template, model.stop_ids, options.chat_template)
+        chat = chat_format(tokenizer, model.chat_template, model.stop_ids, options.chat_template)
         records = read_records([path], FORMS[1:])
         texts = itertools.chain.from_iterable(
             record_tokens(record, tokenizer, *chat) for record in records

@@ -84,7 +84,7 @@ class ModelOptions(CheckpointOptions):
 
         mesh = None
         if self.mesh == MeshConfig(data=1):
-            programs.keep(self.checkpoint)
+            programs.enable_store(self.checkpoint)
         else:
             mesh = jllama.make_mesh(self.mesh)
         model = self.load_with(mesh, self.adapter)

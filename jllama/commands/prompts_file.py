@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 
 from jllama.errors import JllamaError, UsageError
 from jllama.evaluation.scoring import token_log_probs
-from jllama.files import Json, fault_of, write_text_whole
+from jllama.files import Json, errors_as, atomic_write_text
 from jllama.generation.generate import completions
 from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.generation.text import Completion, encode_prompt
@@ -101,7 +101,7 @@ def complete_file(
 
     # 4. Write all results in order.
     rows = sorted([*done.values(), *bad], key=_key)
-    write_text_whole(output, "".join(map(_json_line, rows)))
+    atomic_write_text(output, "".join(map(_json_line, rows)))
     unfinished.unlink()
     seconds = time.perf_counter() - start_s
     tokens = sum(completion.new_tokens for completion in made)
@@ -171,7 +171,7 @@ def _read_unfinished(unfinished: Path, identity: Json) -> dict[tuple[int, int], 
     whole = content[: content.rfind(b"\n") + 1]
     remedy = "remove it, or give another --output"
     problem = f"{unfinished} does not hold what was written there, so {remedy}"
-    with fault_of(problem, ValueError, KeyError, TypeError):
+    with errors_as(problem, ValueError, KeyError, TypeError):
         rows = [json.loads(line) for line in whole.splitlines()]
         before = dict(rows[0]["of"]) if rows else identity
         done = {_key(row): row for row in rows[1:]}
@@ -195,7 +195,7 @@ def _key(row: Json) -> tuple[int, int]:
 
 
 def _read_line(line: bytes) -> Json:
-    with fault_of("it is not JSON", ValueError, RecursionError):
+    with errors_as("it is not JSON", ValueError, RecursionError):
         fields = json.loads(line)
     return fields if isinstance(fields, dict) else {}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from jllama.commands.cli import parse
 from jllama.errors import JllamaError
-from jllama.files import fault_of, read_json_object
+from jllama.files import errors_as, read_json_object
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ def main(argv: list[str], prog: str) -> int:
     options = parse(ReplayOptions, argv, prog, ("answer",))
     before = _receipt(read_json_object(Path(options.answer)), options.answer)
     errors = OSError, ValueError, TypeError, http.client.HTTPException
-    with fault_of(f"{options.url} gave no answer", *errors):
+    with errors_as(f"{options.url} gave no answer", *errors):
         request = urllib.request.Request(
             f"{options.url.rstrip('/')}{before['path']}",
             json.dumps(before["request"]).encode(),

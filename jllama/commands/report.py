@@ -31,8 +31,8 @@ def main(argv: list[str], prog: str) -> int:
     """Write the page, and replay the metrics if a logger is named."""
     options = parse(ReportOptions, argv, prog, ("runs",))
     from jllama.checkpoints.run import METRICS, read_config
-    from jllama.files import check_writable, fault_of, read_lines
-    from jllama.loggers import LOGGERS, check_logger, numbers
+    from jllama.files import check_writable, errors_as, read_lines
+    from jllama.loggers import LOGGERS, check_logger, finite_numbers
     from jllama.report import REPORT, write_report
 
     folders = [*dict.fromkeys(map(Path, options.runs))]
@@ -43,8 +43,8 @@ def main(argv: list[str], prog: str) -> int:
     if not options.logger:
         return 0
     for folder in folders:
-        with fault_of(f"{options.logger} does not take {folder / METRICS}", Exception):
+        with errors_as(f"{options.logger} does not take {folder / METRICS}", Exception):
             write = LOGGERS[options.logger](folder, read_config(folder).fields, 0)
             for line in read_lines(folder / METRICS):
-                write(line["step"], numbers(line))
+                write(line["step"], finite_numbers(line))
     return 0

@@ -16,7 +16,7 @@ import jllama
 from jllama.commands.cli import parse
 from jllama.commands.model import ModelOptions, sampling_params
 from jllama.errors import JllamaError, UsageError, check_fields
-from jllama.files import fault_of
+from jllama.files import errors_as
 from jllama.generation.sampling_params import SamplingParams
 
 COMPARED = {
@@ -111,7 +111,7 @@ def main(argv: list[str], prog: str) -> int:
 
     # Report what is wrong with the prompts before a large model is loaded.
     if options.prompt == "-":
-        with fault_of("the prompt on stdin is not UTF-8 text", UnicodeDecodeError, kind=UsageError):
+        with errors_as("the prompt on stdin is not UTF-8 text", UnicodeDecodeError, kind=UsageError):
             options = dataclasses.replace(options, prompt=sys.stdin.buffer.read().decode())
     if options.prompts_file and not Path(options.prompts_file).is_file():
         raise JllamaError(f"there is no prompts_file at {options.prompts_file}: give a .jsonl file")
@@ -165,7 +165,7 @@ def _grammar(options: SampleOptions) -> jllama.Grammar | None:
     schema = options.json_schema
     if schema and not schema.lstrip().startswith("{"):
         problem = f"json_schema is {schema[:100]}, which is neither a JSON object nor a file of one"
-        with fault_of(problem, OSError, ValueError, kind=UsageError):
+        with errors_as(problem, OSError, ValueError, kind=UsageError):
             schema = Path(schema).read_text(encoding="utf-8")
     if schema:
         return jllama.Grammar("json_schema", schema)

@@ -13,10 +13,10 @@ from jllama.commands.cli import parse
 from jllama.commands.model import CheckpointOptions
 from jllama.commands.terminal import say
 from jllama.errors import JllamaError, UsageError, check_fields, no_tokenizer
-from jllama.files import fault_of
+from jllama.files import errors_as
 from jllama.generation.sampling_params import Prompt
 from jllama.serve.config import EngineConfig, HttpConfig
-from jllama.stop import end
+from jllama.stop import exit_now
 
 if TYPE_CHECKING:
     from jllama.serve.engine import EngineThread
@@ -75,7 +75,7 @@ class ServeOptions(CheckpointOptions, EngineConfig, HttpConfig):
 def main(argv: list[str], prog: str) -> int:
     """Load a model and serve it until SIGTERM or Ctrl-C, then finish the running answers."""
     options = parse(ServeOptions, argv, prog, ("checkpoint",), _COMMON)
-    with fault_of(
+    with errors_as(
         "serving needs packages that are not installed, pip install 'jllama[serve]'", ImportError
     ):
         from jllama.serve.app import make_app
@@ -86,7 +86,7 @@ def main(argv: list[str], prog: str) -> int:
     app = make_app(None, options, keys)
     is_ipv6 = ":" in options.host
     problem = f"cannot listen on port {options.port} of {options.host}, choose others"
-    with fault_of(problem, OSError):
+    with errors_as(problem, OSError):
         family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
         listener = socket.create_server((options.host, options.port), family=family, backlog=2048)
     host = f"[{options.host}]" if is_ipv6 else options.host
@@ -98,7 +98,7 @@ def main(argv: list[str], prog: str) -> int:
 
     def stop(number: int, _: object) -> None:
         if app.state.engine is None or signals:
-            end("stopped at once", 0)
+            exit_now("stopped at once", 0)
         signals.append(number)
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -133,7 +133,7 @@ def _start_engine(options: ServeOptions) -> "EngineThread":
     from jllama.generation.text import encode_prompt
     from jllama.serve.engine import EngineThread
 
-    programs.keep("serve", options.checkpoint)
+    programs.enable_store("serve", options.checkpoint)
     models = {name: options.load_with(None, path) for name, path in options.adapters().items()}
     if any(model.tokenizer is None for model in models.values()):
         raise no_tokenizer(options.checkpoint)
@@ -146,7 +146,7 @@ def _start_engine(options: ServeOptions) -> "EngineThread":
 
 def _keys(path: str) -> list[str]:
     """Read the API keys of a file; print a warning if other users can read or change it."""
-    with fault_of(f"the api_key_file {path} cannot be read", OSError, UnicodeDecodeError):
+    with errors_as(f"the api_key_file {path} cannot be read", OSError, UnicodeDecodeError):
         keys = Path(path).read_text(encoding="ascii").split()
         mode = Path(path).stat().st_mode
     if not keys:

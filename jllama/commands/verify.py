@@ -18,7 +18,7 @@ from rich.table import Table
 
 from jllama.commands.cli import parse
 from jllama.errors import UsageError
-from jllama.files import check_writable, fault_of, write_text_whole
+from jllama.files import check_writable, errors_as, atomic_write_text
 from jllama.progress import progress
 
 
@@ -78,7 +78,7 @@ def main(argv: list[str], prog: str) -> int:
     if options.json:
         print(json.dumps(result, indent=1))
     if options.html:
-        write_text_whole(Path(options.html), console.export_html())
+        atomic_write_text(Path(options.html), console.export_html())
         print(f"wrote {options.html}", file=sys.stderr)
     return 0 if result["passed"] else 1
 
@@ -91,7 +91,7 @@ def _verify_checkpoint(options: VerifyOptions, width: int) -> tuple[dict[str, An
     start_s = time.perf_counter()
     text = None
     if options.text:
-        with fault_of(f"--text {options.text} is not UTF-8 text", UnicodeDecodeError):
+        with errors_as(f"--text {options.text} is not UTF-8 text", UnicodeDecodeError):
             text = Path(options.text).read_text(encoding="utf-8")
     console = Console(stderr=True)
     with console.status("opening") as status:
@@ -116,7 +116,7 @@ def _verify_jllama(options: VerifyOptions, width: int) -> tuple[dict[str, Any], 
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", 8)
     start_s = time.perf_counter()
-    right = conformance.jllama_itself()
+    right = conformance.compiled_jllama()
     matrix = (
         conformance.conformance_checks(right)
         + mutations.mutation_checks()

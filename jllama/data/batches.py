@@ -73,14 +73,14 @@ def text_batch(
 
 
 @dataclasses.dataclass(frozen=True)
-class Conversations:
+class ChatTokens:
     """Tokenized conversations in one flat array.
 
     Conversation ``i`` is the ``sizes[i]`` tokens from ``starts[i]`` on. The tokens that ``counted``
     marks are learned. It belongs to source ``sources[i]``. Source ``s`` provides the share
     ``weights[s]`` of the rows that are drawn.
 
-    ``rows_each`` is 1, or 2 for pairs: then conversations ``2i`` and ``2i + 1`` are a preferred and
+    ``rows_per_example`` is 1, or 2 for pairs: then conversations ``2i`` and ``2i + 1`` are a preferred and
     a rejected answer, each with its ``reference`` (see ``Batch``).
     """
 
@@ -90,7 +90,7 @@ class Conversations:
     sizes: _PerConversation
     sources: _PerConversation
     weights: Sequence[float] = (1.0,)
-    rows_each: int = 1
+    rows_per_example: int = 1
     reference: Float32[np.ndarray, "conversations"] | None = None
 
 
@@ -190,7 +190,7 @@ def validation_batches(
 
 
 def chat_batches(
-    data: Conversations,
+    data: ChatTokens,
     *,
     batch_size: int,
     seq_len: int,
@@ -209,7 +209,7 @@ def chat_batches(
     """
     full_width = seq_len + 1
     short_width = min(-(-seq_len // 32) * 8, seq_len) + 1
-    is_packed = packing and data.rows_each == 1
+    is_packed = packing and data.rows_per_example == 1
 
     def read_rows(plan: Sequence[np.ndarray]) -> Batch:
         width = full_width
@@ -225,7 +225,7 @@ def chat_batches(
 
 
 def chat_validation_batches(
-    data: Conversations, *, batch_size: int, seq_len: int, max_tokens: int = 0
+    data: ChatTokens, *, batch_size: int, seq_len: int, max_tokens: int = 0
 ) -> Iterator[Batch]:
     """Return batches that have each conversation once, in order, in rows of ``seq_len + 1`` tokens.
 
@@ -243,13 +243,13 @@ def chat_validation_batches(
     return (_assemble(data, batch, seq_len + 1) for batch in batches)
 
 
-def rows_an_epoch(data: Conversations, *, seq_len: int, seed: int, packing: bool = True) -> int:
+def num_epoch_rows(data: ChatTokens, *, seq_len: int, seed: int, packing: bool = True) -> int:
     """Return the number of rows, or pairs of rows, that hold every conversation once."""
     return sum(map(len, _plan_sources(data, seq_len, seed, packing)))
 
 
 def _plan_sources(
-    data: Conversations, seq_len: int, seed: int, packing: bool
+    data: ChatTokens, seq_len: int, seed: int, packing: bool
 ) -> list[list[np.ndarray]]:
     """Plan the rows of each source, from its conversations in random order."""
     plans = []
@@ -261,16 +261,16 @@ def _plan_sources(
 
 
 def _plan_rows(
-    data: Conversations, order: np.ndarray, seq_len: int, packing: bool
+    data: ChatTokens, order: np.ndarray, seq_len: int, packing: bool
 ) -> list[np.ndarray]:
     """Return the indices of the conversations in each row, or of the two of each pair.
 
     Packing is first fit: a conversation goes to the first of the last ``OPEN_ROWS`` rows that has
     room for it, or else begins a new row.
     """
-    if data.rows_each > 1 or not packing:
-        is_first = order % data.rows_each == 0
-        return list(order[is_first, None] + np.arange(data.rows_each))
+    if data.rows_per_example > 1 or not packing:
+        is_first = order % data.rows_per_example == 0
+        return list(order[is_first, None] + np.arange(data.rows_per_example))
     members: list[list[int]] = [[]]
     # Free tokens in each row, also in the rows that are not begun yet.
     room = np.full(len(order) + 1, seq_len + 1)
@@ -288,7 +288,7 @@ def _plan_rows(
 
 
 def _assemble(
-    data: Conversations,
+    data: ChatTokens,
     plan: Sequence[np.ndarray],
     width: int,
     selection: _RowSelection = _ALL_ROWS,
@@ -297,7 +297,7 @@ def _assemble(
 
     The two rows of a pair follow each other. Rows that are not in ``selection`` are zeros.
     """
-    members = [unit[side :: data.rows_each] for unit in plan for side in range(data.rows_each)]
+    members = [unit[side :: data.rows_per_example] for unit in plan for side in range(data.rows_per_example)]
     shape = len(members), width
     tokens = np.zeros(shape, np.int32)
     segments = np.zeros(shape, np.int32)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jllama.data.batches import Conversations
+from jllama.data.batches import ChatTokens
 from jllama.data.config import DataConfig
 from jllama.data.corpus import (
     FAIL_FAST,
@@ -21,9 +21,9 @@ from jllama.data.corpus import (
     write_cached,
 )
 from jllama.data.datasets import ChatDataset
-from jllama.data.tokens import cache_of, encode_rest, listing_of, sha256
+from jllama.data.tokens import cache_dir, encode_rest, file_stats, sha256
 from jllama.errors import JllamaError
-from jllama.files import fault_of
+from jllama.files import errors_as
 from jllama.progress import progress
 from jllama.templates.messages import conversation_tokens, openai_messages
 from jllama.tokenizers import Tokenizer
@@ -44,7 +44,7 @@ ALPACA = ("instruction", "output")
 ``system``."""
 _CHAT_FORMS = (MESSAGES, COMPLETION, SHAREGPT, ALPACA)
 _FIELDS = {*PAIR, *TEXT, "tools", "system", "input"}.union(*_CHAT_FORMS)
-LOST = "left out, as no token to learn is among the first training.seq_len + 1"
+TOO_LONG_NOTE = "left out, as no token to learn is among the first training.seq_len + 1"
 """The note on a record that is too long."""
 _ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 _ENTRY = [
@@ -79,7 +79,7 @@ def data_task(config: DataConfig) -> str:
     if config.task != "auto":
         return config.task
     corpus = next(iter(config.mixture), config.path)
-    path = next(iter(corpus_files(corpus, cache_of(config), config.follow_links).values()))
+    path = next(iter(corpus_files(corpus, cache_dir(config), config.follow_links).values()))
     types: dict[str, str] = {}
     if has_rows(path) or path.suffix == ".json":
         next(read_rows(path, [], lambda _, names: types.update(names), Findings("skip")), None)
@@ -141,7 +141,7 @@ def record_tokens(
         JllamaError: it is not a conversation, or the template refuses it; the message begins with
             the record's place.
     """
-    with fault_of(record.where, JllamaError, json.JSONDecodeError, RecursionError):
+    with errors_as(record.where, JllamaError, json.JSONDecodeError, RecursionError):
         tools = record.fields.get("tools")
         if isinstance(tools, str):
             tools = json.loads(tools)
@@ -264,14 +264,14 @@ def prepare_chats(
         JllamaError: a record cannot be learned from, or there are too few.
     """
     # 1. Find the files, and the folder that their tokens are cached in.
-    cache = cache_of(config)
+    cache = cache_dir(config)
     window = seq_len + 1
     is_pairs = data_task(config) == "preference"
     sources = {
         path: corpus_files(path, cache, config.follow_links)
         for path in config.mixture or [config.path]
     }
-    listings = [listing_of(files) for files in sources.values()]
+    listings = [file_stats(files) for files in sources.values()]
     options = [is_pairs, config.too_long, window, config.bad_rows]
     key = sha256(CACHE_VERSION, listings, options, tokenizer.fingerprint(), template, [*stop_ids])
     folder = cache / f"chats-{key[:16]}"
@@ -284,7 +284,7 @@ def prepare_chats(
 
     # 3. Open the cache.
     advice = f"{folder} must be deleted, since it does not hold what was written there"
-    with fault_of(advice, OSError, ValueError):
+    with errors_as(advice, OSError, ValueError):
         entries = np.load(folder / "entries.npy")
         fractions = np.unique(entries["fraction"][~entries["dropped"]])
         if len(fractions) < 2:
@@ -306,14 +306,14 @@ def prepare_chats(
         sums = {name: int(chosen[name].sum()) for name in ("tokens", "counted_tokens", "cut")}
         num_dropped = int(is_member.sum()) - len(chosen)
         counts[split] = {"conversations": len(chosen), **sums, "dropped": num_dropped}
-        splits[split] = Conversations(
+        splits[split] = ChatTokens(
             tokens["id"],
             tokens["counted"],
             chosen["start"],
             chosen["tokens"],
             chosen["source"],
             weights,
-            rows_each=1 + is_pairs,
+            rows_per_example=1 + is_pairs,
         )
     for source, path in enumerate(sources):
         if source not in splits["train"].sources:
@@ -357,7 +357,7 @@ def _write_chats(
                 # The first token is no target, because none before it predicts it.
                 sides = [(ids[:window], [False, *counted[1:window]]) for ids, counted in sides]
                 is_lost = not all(any(counted) for _, counted in sides)
-                findings.notes[LOST] += is_lost
+                findings.notes[TOO_LONG_NOTE] += is_lost
                 is_dropped = is_lost or (config.too_long == "drop" and any(is_cut))
                 for (ids, counted), cut in zip(sides, is_cut, strict=True):
                     file.write(np.array([*zip(ids, counted, strict=True)], _TOKEN).tobytes())

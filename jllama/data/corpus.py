@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jllama.errors import JllamaError
-from jllama.files import fault_of, written_whole
+from jllama.files import errors_as, atomic_write
 
 STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "lib2to3", "__pycache__"}
 SHAKESPEARE_URL = (
@@ -191,7 +191,7 @@ def read_corpus(
             for place, fields in read_rows(path, [text_field], check, findings):
                 text = fields[text_field] or ""
                 problem = f"{place} is not a JSON object"
-                with findings.noted(), fault_of(problem, UnicodeEncodeError):
+                with findings.noted(), errors_as(problem, UnicodeEncodeError):
                     text.encode()  # raises for a lone surrogate
                     if text:
                         yield functools.partial(cut_chunks, [text])
@@ -231,7 +231,7 @@ def read_rows(
         for place, value in _json_values(path, file):
             problem = f"{place} is not a JSON object"
             with findings.noted():
-                with fault_of(problem, ValueError, TypeError, RecursionError):
+                with errors_as(problem, ValueError, TypeError, RecursionError):
                     if isinstance(value, bytes):
                         value = json.loads(value.decode())
                     fields = {**value}
@@ -252,7 +252,7 @@ def _json_values(path: Path, file: Any) -> Iterator[tuple[str, Any]]:
             line = line.removeprefix(codecs.BOM_UTF8)
         if number == 1 and line.lstrip().startswith(b"["):
             problem = f"{path} is not a JSON array of at most {LONGEST_LINE:,} bytes"
-            with fault_of(problem, ValueError, RecursionError):
+            with errors_as(problem, ValueError, RecursionError):
                 values = json.loads(line + file.read(LONGEST_LINE - len(line)))
             yield from ((f"{path} element {index}", value) for index, value in enumerate(values, 1))
         elif line.strip():
@@ -270,7 +270,7 @@ def _open_file(path: Path) -> Iterator[tuple[str | None, Any]]:
         "or left out"
     )
     with (
-        fault_of(advice, OSError, EOFError, ValueError, LookupError, zlib.error),
+        errors_as(advice, OSError, EOFError, ValueError, LookupError, zlib.error),
         path.open("rb") as file,
     ):
         start = file.peek(16)
@@ -279,7 +279,7 @@ def _open_file(path: Path) -> Iterator[tuple[str | None, Any]]:
             yield kind, gzip.GzipFile(fileobj=file)
         elif kind == "Zstandard":
             zstd = _import_reader(path, kind)
-            with fault_of(advice, zstd.ZstdError):
+            with errors_as(advice, zstd.ZstdError):
                 yield kind, zstd.ZstdFile(file)
         elif kind in (None, "Parquet"):
             yield kind, file
@@ -367,7 +367,7 @@ def _tinyshakespeare(target: Path) -> Path:
             "and given as data.path"
         )
         with (
-            fault_of(advice, OSError),
+            errors_as(advice, OSError),
             urllib.request.urlopen(SHAKESPEARE_URL, timeout=30) as response,
         ):
             data = response.read()
@@ -386,7 +386,7 @@ def write_cached(target: Path) -> Iterator[Path]:
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with written_whole(target, shared=True) as partial:
+        with atomic_write(target, shared=True) as partial:
             yield partial
     except OSError as error:
         if not target.exists():

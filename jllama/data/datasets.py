@@ -10,7 +10,7 @@ from jaxtyping import Integer
 
 from jllama.data.batches import (
     Batch,
-    Conversations,
+    ChatTokens,
     chat_batches,
     chat_validation_batches,
     training_batches,
@@ -41,7 +41,7 @@ class Dataset:
     counts: dict[str, Any]
     notes: tuple[str, ...] = ()  # what in the data may be a mistake, one line each
     is_chat = False  # whether samples use the chat template
-    rows_each = 1  # see ``Conversations``
+    rows_per_example = 1  # see ``ChatTokens``
 
     def training_batches(
         self, *, packing: bool = True, **sizes: Any
@@ -80,8 +80,8 @@ class ChatDataset:
     """
 
     tokenizer: Tokenizer
-    train: Conversations
-    validation: Conversations
+    train: ChatTokens
+    validation: ChatTokens
     fingerprint: str
     counts: dict[str, Any]
     notes: tuple[str, ...] = ()
@@ -90,7 +90,7 @@ class ChatDataset:
     @property
     def rows_each(self) -> int:
         """Return 2 for pairs of answers, else 1."""
-        return self.train.rows_each
+        return self.train.rows_per_example
 
     def training_batches(self, **sizes: Any) -> grain.DatasetIterator[Batch]:
         """Return endless batches, see ``batches.chat_batches``."""
@@ -154,7 +154,7 @@ class BatchSource:
     fingerprint: str = "batches of one's own"
     is_chat = False
     notes = ()
-    rows_each = 1
+    rows_per_example = 1
 
     def training_batches(self, **sizes: Any) -> Any:
         """Return the iterator of ``training``, made to store and restore its state."""

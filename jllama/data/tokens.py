@@ -23,7 +23,7 @@ from jllama.data.config import DataConfig
 from jllama.data.corpus import Document, Findings, corpus_files, read_corpus, write_cached
 from jllama.data.datasets import Dataset
 from jllama.errors import JllamaError
-from jllama.files import cache_folder, fault_of
+from jllama.files import cache_folder, errors_as
 from jllama.progress import progress
 from jllama.tokenizers import BytesTokenizer, Tokenizer, load_tokenizer, train_sentencepiece
 
@@ -66,9 +66,9 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
         batches = data.training_batches(batch_size=8, seq_len=64, seed=0)
     """
     # 1. Identify the corpus.
-    cache = cache_of(config)
+    cache = cache_dir(config)
     files = corpus_files(config.path, cache, config.follow_links)
-    listing = listing_of(files)
+    listing = file_stats(files)
     # These options are part of the key only if they are set, so that older caches stay valid.
     defaults = ("utf-8", "refuse")
     others = [value for value in (config.encoding, config.bad_rows) if value not in defaults]
@@ -110,7 +110,7 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
             partial.mkdir()
             _write_tokens(read_chunks(advance), tokenizer, partial, fingerprint, notes)
     advice = f"{folder} must be deleted, since it does not hold what was written there"
-    with fault_of(advice, OSError, ValueError, KeyError, TypeError):
+    with errors_as(advice, OSError, ValueError, KeyError, TypeError):
         counts = json.loads((folder / "counts.json").read_text())
         train, validation = (
             np.memmap(folder / f"{split}.bin", counts["dtype"], "r", shape=counts[split]["tokens"])
@@ -175,12 +175,12 @@ def _cut_chunks(
         yield Chunk(split, waiting, starts, True)
 
 
-def cache_of(config: DataConfig) -> Path:
+def cache_dir(config: DataConfig) -> Path:
     """Return the folder for downloads, tokenizers and tokens."""
     return Path(config.cache_dir).expanduser() if config.cache_dir else cache_folder()
 
 
-def listing_of(files: Mapping[str, Path]) -> list[tuple[str, int, int]]:
+def file_stats(files: Mapping[str, Path]) -> list[tuple[str, int, int]]:
     """Return (name, bytes, modification time) of each file: the key of what is made of them."""
     stats = ((name, path.stat()) for name, path in files.items())
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]

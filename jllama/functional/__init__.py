@@ -10,14 +10,14 @@ Nothing here imports the rest of jllama.
 from jllama.functional.attention import (
     ATTENDED as ATTENDED,
     Mask as Mask,
-    Refused as Refused,
+    UnsupportedAttention as UnsupportedAttention,
     masked_softmax as masked_softmax,
     attention_weights as attention_weights,
     grouped_query_attention as grouped_query_attention,
 )
 from jllama.functional.block import (
     apply_rope as apply_rope,
-    gated as gated,
+    silu_gate as silu_gate,
     rms_norm as rms_norm,
     rope_tables as rope_tables,
     swiglu as swiglu,

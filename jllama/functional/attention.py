@@ -81,7 +81,7 @@ class Mask(NamedTuple):
 CAUSAL = Mask()
 
 
-class Refused(ValueError):
+class UnsupportedAttention(ValueError):
     """An implementation of attention cannot serve some arguments."""
 
 

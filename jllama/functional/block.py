@@ -42,10 +42,10 @@ def swiglu(x: Stream, w_gate: Widening, w_up: Widening, w_down: Narrowing) -> St
     """
     # XLA:CPU computes the gradients of the weights 1.8 times faster from two axes.
     flat = x.reshape(-1, x.shape[-1])
-    return (gated(flat @ w_gate, flat @ w_up) @ w_down).reshape(x.shape)
+    return (silu_gate(flat @ w_gate, flat @ w_up) @ w_down).reshape(x.shape)
 
 
-def gated(
+def silu_gate(
     gate: Float[Array, "tokens mlp"], up: Float[Array, "tokens mlp"]
 ) -> Float[Array, "tokens mlp"]:
     """Compute ``silu(gate) * up``, which ``swiglu`` multiplies by ``w_down``."""

@@ -15,7 +15,7 @@ from jllama.functional.attention import (
     Keys,
     Mask,
     Queries,
-    Refused,
+    UnsupportedAttention,
     blocked_attention,
     cached_attention,
     reference_attention,
@@ -135,7 +135,7 @@ def attention(
 
     Raises:
         ValueError: there is no such implementation, or it cannot serve these arguments
-            (``Refused``); another one never takes its place.
+            (``UnsupportedAttention``); another one never takes its place.
 
     >>> x = jnp.ones((1, 2, 3, 8))
     >>> print(attention(x, x, x).shape)
@@ -157,5 +157,5 @@ def attention(
         )
     reason = ATTENTION[implementation].refuses(query, key, mask)
     if reason:
-        raise Refused(f"the attention implementation {implementation!r} cannot serve {reason}")
+        raise UnsupportedAttention(f"the attention implementation {implementation!r} cannot serve {reason}")
     return ATTENTION[implementation].function(query, key, value, mask)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Int
 
-from jllama.functional.attention import ATTENDED, Mask, Refused
+from jllama.functional.attention import ATTENDED, Mask, UnsupportedAttention
 
 _LANES = 128
 _PAGE = 256  # keys of a cache
@@ -188,7 +188,7 @@ def _tokamax_package() -> tuple[Any, Any, Any]:
         from tokamax._src import gpu_utils  # pyright: ignore[reportMissingImports] - only with Python 3.12
         from tokamax._src.ops.attention import api, base  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise Refused(
+        raise UnsupportedAttention(
             f"attention is tokamax, which can't be imported ({error}): pip install 'jllama[cuda]' "
             "with Python 3.12 or later, or set another training.attention"
         ) from error

@@ -124,7 +124,7 @@ class Engine:
         # Whether the first chunk of a prompt is computed as a complete sequence, which has faster
         # kernels but programs of its own. A CPU gains nothing, so a server there, which compiles
         # all programs ahead, does without.
-        self.begins_whole = not context or platform != "cpu"
+        self.first_chunk_is_whole = not context or platform != "cpu"
         self.together_tokens = TOGETHER_TOKENS.get(platform, 512) if num_slots > 1 else 0
         self._context = context or self._base.config.max_seq_len
         self.max_len = cache_len(context, self._context)
@@ -400,8 +400,8 @@ class Engine:
             padded = np.zeros((1, num_computed), np.int32)
             padded[0, : len(tokens)] = tokens
             count = np.array([len(tokens)], np.int32)
-            begins = self.begins_whole and start == 0
-            args = *self._weights[request.model], cache, padded, count, begins
+            cache_is_empty = self.first_chunk_is_whole and start == 0
+            args = *self._weights[request.model], cache, padded, count, cache_is_empty
             hidden, cache = programs.call(steps.prefill_chunk, *args)
             self._set_cache(cache)
             if request.pooling:

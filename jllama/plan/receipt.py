@@ -18,14 +18,14 @@ from jllama.decode_params import DecodeParams, Quantization, decode_layout
 from jllama.devices import ACCELERATORS, Accelerator, device_bytes, program_bytes
 from jllama.errors import JllamaError, UsageError
 from jllama.files import Json
-from jllama.functional import Refused, choose_cache_attention
+from jllama.functional import UnsupportedAttention, choose_cache_attention
 from jllama.model import KVCache, abstract_params, build_model
 from jllama.parameters import parameter_table, shape_of, tensor_specs, training_flops_per_token
 from jllama.plan import program
 from jllama.plan.devices import MEASURED, interconnect_s, topology_devices
 from jllama.sharding import AXES, batch_shardings, check_divides, make_mesh, matrix_sharding
 from jllama.training.config import TrainConfig
-from jllama.training.step import Training, attention_of, check_batch, compile_training
+from jllama.training.step import Training, attention_of, check_batch_divides, compile_training
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -190,7 +190,7 @@ def plan_training(config: TrainConfig, topology: str) -> Receipt:
     # The step, and abstract arrays of what it takes.
     accelerator, devices = topology_devices(topology)
     mesh = make_mesh(config.mesh, devices)
-    check_batch(config, mesh)
+    check_batch_divides(config, mesh)
     training = compile_training(config, mesh)
     state = jax.eval_shape(training.init, jax.random.key(0))
     seq_len = options.seq_len or config.model.max_seq_len
@@ -223,7 +223,7 @@ def plan_training(config: TrainConfig, topology: str) -> Receipt:
     }
     try:
         lowered = training.step.lower(state, batch)
-    except Refused as error:
+    except UnsupportedAttention as error:
         raise UsageError(f"{error}: take another training.attention, or mesh.sequence") from error
     receipt = _receipt(topology, accelerator, mesh, lowered, flops, tokens, known)
     if receipt.fits:

@@ -109,7 +109,7 @@ class EngineThread:
         sizes = [MIN_CHUNK << power for power in range((chunk // MIN_CHUNK).bit_length())]
         # Prompts computed alone, of all padded lengths; and a chunk behind the first one, if this
         # is another program.
-        starts = (0, chunk) if self._engine.begins_whole else (0,)
+        starts = (0, chunk) if self._engine.first_chunk_is_whole else (0,)
         lengths = {min(start + size, self.context) for start in starts for size in sizes}
         requests = [self._warm_up_request(length, pooling="last") for length in sorted(lengths)]
         # Short prompts computed together, and a generated token.

@@ -26,14 +26,14 @@ from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 from jllama.config import Grammar, GrammarKind
 from jllama.errors import UsageError, unknown_name
-from jllama.files import Json, fault_of
+from jllama.files import Json, errors_as
 from jllama.generation.requests import MAX_TOP, Pooling, Request
 from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.generation.text import encode_prompt
 from jllama.language_model import LanguageModel
 from jllama.serve.engine import EngineThread
 from jllama.serve.tools import Dialect, call_grammar, check_tools, find_dialect
-from jllama.templates.messages import conversing, find_template, openai_messages, template_variables
+from jllama.templates.messages import chat_format, find_template, openai_messages, template_variables
 from jllama.templates.template import render
 
 NOT_SERVED = {
@@ -149,7 +149,7 @@ class Fields(BaseModel):
                 "the body must be a JSON object, sent with the header "
                 "Content-Type: application/json"
             )
-        with fault_of("the body is not of text and finite numbers", ValueError, RecursionError):
+        with errors_as("the body is not of text and finite numbers", ValueError, RecursionError):
             json.dumps(fields, ensure_ascii=False, allow_nan=False).encode()
         return select_fields(fields, cls.model_fields)
 
@@ -405,7 +405,7 @@ def _chat_request(
     calls = None
     if dialect:
         calls = call_grammar(body.tools, body.tool_choice, dialect, body.parallel_tool_calls)
-    _, stop_ids = conversing(model.text_tokenizer, model.chat_template, model.stop_ids)
+    _, stop_ids = chat_format(model.text_tokenizer, model.chat_template, model.stop_ids)
     engine.check_text(model, text)
     ids = model.text_tokenizer.encode_with_special_tokens(text)
     limit = next(iter(limits), None)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jllama.errors import JllamaError, UsageError
-from jllama.files import Json, fault_of
+from jllama.files import Json, errors_as
 from jllama.templates.template import render, render_answers
 from jllama.tokenizers import Tokenizer
 
@@ -53,7 +53,7 @@ def find_template(tokenizer: Tokenizer, own: str | None, choice: str | None = No
     names = ", ".join(TEMPLATES)
     if choice is not None:
         advice = f"the template {choice!r} cannot be read: give a file or one of {names}"
-        with fault_of(advice, OSError, ValueError):
+        with errors_as(advice, OSError, ValueError):
             return with_tools(TEMPLATES.get(choice) or Path(choice).read_text(encoding="utf-8"))
     if own:
         return with_tools(own)
@@ -85,7 +85,7 @@ def end_of_turn_ids(tokenizer: Tokenizer, stop_ids: Sequence[int]) -> tuple[int,
     return tuple(dict.fromkeys([*stop_ids, *ends]))
 
 
-def conversing(
+def chat_format(
     tokenizer: Tokenizer, own: str | None, stop_ids: Sequence[int], choice: str = ""
 ) -> tuple[str | None, tuple[int, ...]]:
     """Return the template of ``find_template``, or None, and the tokens that end an answer.

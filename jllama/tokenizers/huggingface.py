@@ -11,7 +11,7 @@ import tokenizers
 
 from jllama.config import MAX_SIZES
 from jllama.errors import JllamaError, silent_stderr
-from jllama.files import Json, fault_of, has_file, read_json_object, write_json
+from jllama.files import Json, errors_as, has_file, read_json_object, write_json
 from jllama.tokenizers.base import (
     BYTE_PIECES,
     SPACE,
@@ -102,7 +102,7 @@ class HuggingFaceTokenizer(Tokenizer):
         source: str = "the tokenizer",
     ) -> None:
         # 1. Read the file. The library raises plain Exceptions; its first encoding may panic.
-        with fault_of(f"{source} is not a tokenizer.json", Exception), silent_stderr():
+        with errors_as(f"{source} is not a tokenizer.json", Exception), silent_stderr():
             library = tokenizers.Tokenizer.from_str(text)
             library.no_truncation()
             library.no_padding()
@@ -158,7 +158,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return json.loads(self._library.to_str())
 
     def _encode(self, text: str, *, with_special_tokens: bool = False) -> list[int]:
-        with fault_of(f"the tokenizer.json cannot split a text of {len(text)} characters"):
+        with errors_as(f"the tokenizer.json cannot split a text of {len(text)} characters"):
             library = self._with_special_tokens if with_special_tokens else self._library
             # Other threads can run during a call for a batch.
             (encoding,) = library.encode_batch_fast([text], add_special_tokens=False)
@@ -175,7 +175,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return copy.deepcopy(self._library)  # a copy does not have encode_special_tokens set
 
     def _decode(self, ids: Ids) -> str:
-        with fault_of(f"the tokenizer.json cannot turn {len(ids)} tokens into text"):
+        with errors_as(f"the tokenizer.json cannot turn {len(ids)} tokens into text"):
             return self._library.decode(ids.tolist())
 
     def vocabulary(self) -> Vocabulary:
@@ -321,7 +321,7 @@ def load_huggingface_tokenizer(path: Path) -> HuggingFaceTokenizer:
     Raises:
         JllamaError: a file is damaged, or none says which token is EOS.
     """
-    with fault_of(
+    with errors_as(
         f"{path} is not a tokenizer.json",
         ValueError,
         KeyError,

@@ -9,7 +9,7 @@ import struct
 from pathlib import Path
 
 from jllama.errors import JllamaError
-from jllama.files import fault_of
+from jllama.files import errors_as
 from jllama.tokenizers.base import BYTE_PIECES, SPACE, Tokenizer, TokenType, Vocabulary
 from jllama.tokenizers.sentencepiece import SentencePieceTokenizer
 
@@ -41,7 +41,7 @@ def load_llama2c_tokenizer(path: Path) -> SentencePieceTokenizer:
         scores.append(score)
         offset += length
     problem = f"{path} has tokens that are not UTF-8, so it is not a tokenizer.bin"
-    with fault_of(problem, UnicodeDecodeError):
+    with errors_as(problem, UnicodeDecodeError):
         texts = [token.decode() for token in tokens]
     if texts[3:259] != list(BYTE_PIECES):
         raise JllamaError(

@@ -25,7 +25,7 @@ from jllama.parameters import training_flops_per_token
 from jllama.progress import progress
 from jllama.report import REPORT, command
 from jllama.stop import Stopped, stop_signals
-from jllama.templates.messages import conversing, message_ids
+from jllama.templates.messages import chat_format, message_ids
 from jllama.training.checkpointing import restore_state, save_state
 from jllama.training.config import TrainConfig
 from jllama.training.metrics import Evaluation, evaluate, figures_text, summarize
@@ -63,7 +63,7 @@ def train(
         JllamaError: there is a problem with the corpus, the folder, the disk or the loss.
         UsageError: the configuration does not fit them.
     """
-    with distributed.joined(config.distributed, Path(config.run_dir)):
+    with distributed.connect_processes(config.distributed, Path(config.run_dir)):
         run = open_run(config, data, callbacks)
         if isinstance(run, Evaluation):  # the run is finished
             return run
@@ -131,7 +131,7 @@ def pause(run: Run) -> bool:
     evaluation = None
     if is_due(run, METRICS) and not run.stop_signal:
         evaluation = evaluate_now(run)
-    has_ended = distributed.largest(is_out_of_patience(tracker.folder, options.patience)) > 0
+    has_ended = distributed.max_over_processes(is_out_of_patience(tracker.folder, options.patience)) > 0
 
     must_save = run.stop_signal or has_ended or is_due(run, CHECKPOINTS)
     if evaluation and not options.save_every:
@@ -184,7 +184,7 @@ def is_saved(run: Run) -> bool:
 def is_stopping(run: Run) -> bool:
     """Return whether any process has a signal; all processes call this at the same steps."""
     own_signal = run.signals[0] if run.signals else 0
-    run.stop_signal = run.stop_signal or distributed.largest(own_signal)
+    run.stop_signal = run.stop_signal or distributed.max_over_processes(own_signal)
     return run.stop_signal > 0
 
 
@@ -220,8 +220,8 @@ def check_batch(run: Run, batch: Any) -> None:
         )
     run.training.step.check(batch)
     num_rows = len(batch.tokens)
-    rows_each = 1 if batch.reference is None else 2
-    expected = run.config.training.batch_size * rows_each
+    rows_per_example = 1 if batch.reference is None else 2
+    expected = run.config.training.batch_size * rows_per_example
     if num_rows != expected:
         raise UsageError(
             f"a batch has {num_rows} rows; with training.batch_size it must have {expected}"
@@ -258,7 +258,7 @@ def compile_fitting(run: Run, batch: Batch) -> Any:
         # The compiler for TPUs refuses a program that does not fit.
         if options.remat != "auto" or "RESOURCE_EXHAUSTED" not in str(error):
             raise
-    if options.remat != "auto" or not distributed.largest(not fits):
+    if options.remat != "auto" or not distributed.max_over_processes(not fits):
         return program
     run.tracker.say(
         "note: what remat dots keeps does not fit the device, "
@@ -456,7 +456,7 @@ def current_model(run: Run) -> LanguageModel:
     template = None
     stop_ids = ()
     if run.origin:
-        template, stop_ids = conversing(tokenizer, run.origin.chat_template, run.origin.stop_ids)
+        template, stop_ids = chat_format(tokenizer, run.origin.chat_template, run.origin.stop_ids)
     weights = run.training.model_weights(run.state)
     return LanguageModel(run.config.model, weights, tokenizer, template, stop_ids)
 

@@ -28,7 +28,7 @@ from jllama.devices import (
     loss_chunk_tokens,
 )
 from jllama.errors import UsageError
-from jllama.files import fault_of, read_lines, written_whole
+from jllama.files import errors_as, read_lines, atomic_write
 from jllama.loggers import check_logger
 from jllama.model import check_attention
 from jllama.parameters import count_parameters
@@ -41,13 +41,13 @@ from jllama.training.checkpointing import check_origin, restore_state
 from jllama.training.config import TrainConfig
 from jllama.training.metrics import Evaluation
 from jllama.training.optimizer import make_optimizer
-from jllama.training.resolve import resolved
+from jllama.training.resolve import resolve
 from jllama.training.step import (
     StepMetrics,
     Training,
     TrainState,
     attention_of,
-    check_batch,
+    check_batch_divides,
     compile_training,
     put_on_devices,
 )
@@ -105,7 +105,7 @@ def open_run(
     if replaces:
         run_folder.confirm_overwrite(config)
     resumes = bool(steps) and not replaces
-    config, data, origin = resolved(config, folder if resumes else None, source)
+    config, data, origin = resolve(config, folder if resumes else None, source)
     step = steps[-1] if resumes else 0
     if step:
         for change in run_folder.changes_on_resume(folder, config, step):
@@ -126,7 +126,7 @@ def open_run(
         state = load_initial_state(config, training, origin)
     if replaces:
         run_folder.clear(folder)
-    if isinstance(data, ChatDataset) and data.rows_each > 1:
+    if isinstance(data, ChatDataset) and data.rows_per_example > 1:
         initial = None if resumes else state
         data = add_reference_log_probs(data, folder, config, training, initial)
 
@@ -227,7 +227,7 @@ def check_memory(
     Counted is what any program needs at least: the device's share of the state and the gradients,
     and each layer's input for one part of a batch. CPU devices share the memory of the machine.
     """
-    check_batch(config, training.mesh)
+    check_batch_divides(config, training.mesh)
     options = config.training
     mesh = training.mesh
     device = mesh.local_devices[0]
@@ -280,7 +280,7 @@ def add_reference_log_probs(
     path = folder / REFERENCE
     references: dict[str, Any] = {}
     if state is None:
-        with fault_of(f"{path} is part of this run: put it back", OSError, ValueError, KeyError):
+        with errors_as(f"{path} is part of this run: put it back", OSError, ValueError, KeyError):
             stored = np.load(path)
             references = {split: stored[split] for split in SPLITS}
     else:
@@ -298,7 +298,7 @@ def add_reference_log_probs(
                 references[split] = np.concatenate(parts)[: len(pairs.sizes)]
         if distributed.process_index() == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            with written_whole(path) as partial, partial.open("wb") as file:
+            with atomic_write(path) as partial, partial.open("wb") as file:
                 np.savez(file, **references)
     train, validation = (
         dataclasses.replace(getattr(data, split), reference=references[split]) for split in SPLITS
@@ -309,7 +309,7 @@ def add_reference_log_probs(
 def open_batches(data: TrainingData, config: TrainConfig, training: Training) -> Any:
     """Return the batches as NumPy arrays; this process reads the rows of its own devices."""
     options = config.training
-    num_rows = options.batch_size * data.rows_each
+    num_rows = options.batch_size * data.rows_per_example
     parts = training.batch_sharding.addressable_devices_indices_map((num_rows,)).values()
     rows = np.unique([np.arange(num_rows)[part] for part in parts]).tolist()
     sizes: Any = {"batch_size": options.batch_size, "seq_len": options.seq_len}

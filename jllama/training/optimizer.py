@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from jllama.errors import UsageError, unknown_name
-from jllama.parameters import PARAMETERS, joined, map_by_path
+from jllama.parameters import PARAMETERS, flatten_matrix, map_by_path
 from jllama.training.config import OptimizerConfig
 
 
@@ -92,7 +92,7 @@ def _over_layers(function: Any) -> Any:
 def _as_matrix(path: str, leaf: Any) -> Any:
     # A leaf that another optimizer updates is an empty node of optax here.
     is_matrix = path in PARAMETERS and PARAMETERS[path].inputs and hasattr(leaf, "shape")
-    return joined(PARAMETERS[path], leaf) if is_matrix else leaf
+    return flatten_matrix(PARAMETERS[path], leaf) if is_matrix else leaf
 
 
 def muon(config: OptimizerConfig) -> optax.GradientTransformation:

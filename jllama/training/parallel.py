@@ -16,9 +16,9 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int
 
 from jllama.functional.linear import AdaptedMatrix
-from jllama.lora import dense
+from jllama.lora import dequantize
 from jllama.parameters import Params, map_by_path, parameter_table, shape_of
-from jllama.sharding import BATCH, gather, gather_stages, row_spec, ruleset
+from jllama.sharding import BATCH, gather_weight, gather_groups, row_spec, ruleset
 from jllama.training.config import TrainConfig
 
 BY_HAND = ("data", "fsdp", "sequence")
@@ -72,10 +72,10 @@ class Parallelism:
             arrays["base"] = self.gather(path, part.base, None)
             return dataclasses.replace(part, **arrays)
         if not isinstance(part, Array):  # it is quantized
-            return dense(part, shape_of(parameter_table(model)[path], model)[1:], self.dtype)
+            return dequantize(part, shape_of(parameter_table(model)[path], model)[1:], self.dtype)
         spec = self.spec(path)[-part.ndim :]
         axis = spec.index("fsdp") if "fsdp" in spec else None
-        return gather(part, slot, axis, self.dtype, gather_stages(self.mesh))
+        return gather_weight(part, slot, axis, self.dtype, gather_groups(self.mesh))
 
     def gather_layer(self, weights: Params, slots: Params) -> Params:
         """Return one layer's whole weights."""
@@ -85,7 +85,7 @@ class Parallelism:
         }
 
     def sum_gradients(self, gradients: Params) -> Params:
-        """Sum over all devices in ``reduce_dtype``, but along ``fsdp`` where ``gather`` did so."""
+        """Sum over all devices in ``reduce_dtype``, but along ``fsdp`` where ``gather_weight`` did so."""
 
         def sum_one(path: str, leaf: Array) -> Array:
             axes = [name for name in BY_HAND if self.mesh.shape[name] > 1]

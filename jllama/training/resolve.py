@@ -8,7 +8,7 @@ from jllama.checkpoints.registry import open_checkpoint
 from jllama.checkpoints.run import read_config
 from jllama.checkpoints.tensors import Checkpoint
 from jllama.config import LlamaConfig
-from jllama.data.batches import rows_an_epoch
+from jllama.data.batches import num_epoch_rows
 from jllama.data.chats import data_task, prepare_chats
 from jllama.data.config import DataConfig
 from jllama.data.datasets import BatchSource, TrainingData
@@ -16,12 +16,12 @@ from jllama.data.tokens import prepare_data
 from jllama.errors import UsageError, no_tokenizer
 from jllama.generation.text import prompt_ids
 from jllama.presets import preset
-from jllama.templates.messages import conversing, find_template
+from jllama.templates.messages import chat_format, find_template
 from jllama.tokenizers import Tokenizer, load_tokenizer
 from jllama.training.config import TrainConfig
 
 
-def resolved(
+def resolve(
     config: TrainConfig, folder: Path | None, source: BatchSource | None = None
 ) -> tuple[TrainConfig, TrainingData, Checkpoint | None]:
     """Return the complete configuration, its data, and the checkpoint to begin from, if any.
@@ -71,10 +71,10 @@ def resolved(
         assert origin is not None
         assert tokenizer is not None
         config = _with_sizes(config, tokenizer, origin)
-        template, stop_ids = conversing(tokenizer, origin.chat_template, origin.stop_ids)
+        template, stop_ids = chat_format(tokenizer, origin.chat_template, origin.stop_ids)
         seq_len = config.training.seq_len
         data = prepare_chats(config.data, tokenizer, template, stop_ids, seq_len)
-        num_rows = rows_an_epoch(
+        num_rows = num_epoch_rows(
             data.train, seq_len=seq_len, seed=config.seed, packing=config.data.packing
         )
     return _with_steps(config, num_rows, folder), data, origin

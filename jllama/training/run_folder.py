@@ -17,7 +17,7 @@ from jllama.checkpoints.registry import check_target
 from jllama.checkpoints.run import CONFIG, METRICS, SAMPLES, read_config
 from jllama.config import DistributedConfig
 from jllama.errors import JllamaError, UsageError
-from jllama.files import append_line, read_lines, remove, write_text_whole
+from jllama.files import append_line, read_lines, remove, atomic_write_text
 from jllama.report import command
 from jllama.training.config import OptimizerConfig, TrainConfig
 from jllama.training.optimizer import learning_rate_at
@@ -75,7 +75,7 @@ def clear(folder: Path) -> None:
         for path in folder.iterdir():
             if not path.name.startswith("in_use"):
                 remove(path)
-    distributed.largest(0)
+    distributed.max_over_processes(0)
 
 
 def write_config(folder: Path, config: TrainConfig, step: int) -> None:
@@ -88,7 +88,7 @@ def write_config(folder: Path, config: TrainConfig, step: int) -> None:
     before = read_config(folder).fields if step else fields
     if before != fields:
         append_line(folder / HISTORY, {"until_step": step, "config": before})
-    write_text_whole(folder / CONFIG, yaml.safe_dump(fields, sort_keys=False))
+    atomic_write_text(folder / CONFIG, yaml.safe_dump(fields, sort_keys=False))
     for path in (folder / METRICS, folder / SAMPLES, folder / SKIPPED):
         if path.name == SKIPPED and not path.exists():
             continue
@@ -97,7 +97,7 @@ def write_config(folder: Path, config: TrainConfig, step: int) -> None:
             for line in read_lines(path)
             if line["step"] <= step and "final" not in line
         ]
-        write_text_whole(path, "".join(lines))
+        atomic_write_text(path, "".join(lines))
 
 
 def is_out_of_patience(folder: Path, patience: int) -> bool:

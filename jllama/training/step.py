@@ -29,9 +29,9 @@ from jllama.data.batches import Batch
 from jllama.devices import keep_freed_memory, loss_chunk_tokens
 from jllama.errors import UsageError, check_fields, unknown_name
 from jllama.functional import choose_attention
-from jllama.model import Llama, Parallel, build_model, check_attention, check_ids, initial_params
+from jllama.model import Llama, LayerGather, build_model, check_attention, check_ids, initial_params
 from jllama.parameters import Params
-from jllama.sharding import BATCH, gather_stages, make_mesh, ruleset, state_sharding
+from jllama.sharding import BATCH, gather_groups, make_mesh, ruleset, state_sharding
 from jllama.training.config import LoopConfig, TrainConfig
 from jllama.training.objectives import OBJECTIVES, Objective, Scalar, Sums, Targets, row_log_probs
 from jllama.training.optimizer import make_optimizer
@@ -273,14 +273,14 @@ def forward_pass(
         parallel.positions(targets.inputs),
         remat="dots" if config.training.remat == "auto" else str(config.training.remat),
         attention=attention_of(config, parallel.mesh),
-        parallel=Parallel(parallel.gather_layer, parallel.mesh, slots["layers"]),
+        parallel=LayerGather(parallel.gather_layer, parallel.mesh, slots["layers"]),
     )
 
     # The head is gathered last, and its gradient is summed before the backward pass of the layers
     # begins.
     head = "embed" if config.model.tie_embeddings else "lm_head"
     slot = slots[head]
-    if slot is not None and gather_stages(parallel.mesh):
+    if slot is not None and gather_groups(parallel.mesh):
         hidden, slot = jax.lax.optimization_barrier((hidden, slot))
     gathered[head] = parallel.gather(head, params[head], slot)
     llama = build_model(config.model, gathered)
@@ -539,7 +539,7 @@ def is_deterministic(config: TrainConfig, mesh: Mesh) -> bool:
     return False
 
 
-def check_batch(config: TrainConfig, mesh: Mesh) -> None:
+def check_batch_divides(config: TrainConfig, mesh: Mesh) -> None:
     """Raise ``UsageError`` if rows of a batch, or tokens of a row, do not divide over the mesh."""
     options = config.training
     num_devices = mesh.shape["data"] * mesh.shape["fsdp"]

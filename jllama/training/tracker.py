@@ -14,7 +14,7 @@ from rich.console import Console
 from jllama import distributed, files
 from jllama.checkpoints.run import METRICS
 from jllama.language_model import LanguageModel
-from jllama.loggers import LOGGERS, numbers, persistent
+from jllama.loggers import LOGGERS, finite_numbers, retrying_writer
 from jllama.report import REPORT, write_report
 from jllama.training.config import TrainConfig
 from jllama.training.run_folder import config_fields
@@ -47,8 +47,8 @@ class Tracker:
     def __post_init__(self) -> None:
         logger = LOGGERS.get(self.config.logger, lambda *_: lambda *_: None)
         open_logger = functools.partial(logger, self.folder, config_fields(self.config))
-        self._append = persistent(lambda _: files.append_line, self.warn)
-        self._log = persistent(open_logger, self.warn)
+        self._append = retrying_writer(lambda _: files.append_line, self.warn)
+        self._log = retrying_writer(open_logger, self.warn)
 
     def seconds(self) -> float:
         """Return how long the run has taken, including the time before it was resumed."""
@@ -68,7 +68,7 @@ class Tracker:
             line = {"step": step, **record}
             self._append(self.folder / name, line)
             if name == METRICS:
-                self._log(step, numbers(line))
+                self._log(step, finite_numbers(line))
 
     def notify(self, event: Event) -> None:
         """Call each callback."""

@@ -14,7 +14,7 @@ from jaxtyping import Array, Key
 
 from jllama.config import LlamaConfig, LoraConfig
 from jllama.errors import UsageError
-from jllama.lora import adapted, frozen, held, initial_adapter, merged, qwix
+from jllama.lora import adapt, freeze, convert_weight, initial_adapter, merge, import_qwix
 from jllama.parameters import Params, parameter_table
 from jllama.training.config import TrainConfig
 
@@ -51,7 +51,7 @@ class FullWeights:
         """Return what the loss is differentiated by, and this device's parts of the weights.
 
         The variables are zeros of the shapes of what is trained. No product uses them, but
-        ``jllama.sharding.gather`` gives them the gradients, which may thus have another ``dtype``
+        ``jllama.sharding.gather_weight`` gives them the gradients, which may thus have another ``dtype``
         than the weights.
         """
         trained = self.select(params)
@@ -138,11 +138,11 @@ class LoraAdapters(FullWeights):
 
     def convert(self, path: str, stack: Any) -> Any:
         """Return a base parameter in its final form, quantized if ``lora.base`` says so."""
-        return held(path, stack, self.model, self.lora, self.dtype)
+        return convert_weight(path, stack, self.model, self.lora, self.dtype)
 
     def init(self, key: Key[Array, ""], weights: Params) -> tuple[Params, Params | None]:
         """Return adapters that change nothing yet, and their base."""
-        base = frozen(weights, self.model, self.lora, self.dtype)
+        base = freeze(weights, self.model, self.lora, self.dtype)
         return initial_adapter(key, base, self.model, self.lora), base
 
     def specs(self, weights: Any) -> tuple[Any, Any, Any]:
@@ -156,12 +156,12 @@ class LoraAdapters(FullWeights):
 
     def assemble(self, variables: Params, weights: Params) -> tuple[Params, Params]:
         """Return the model's parameters with adapters; no gathered weight has a gradient."""
-        return adapted(weights, variables, self.lora), {**dict.fromkeys(weights), "layers": {}}
+        return adapt(weights, variables, self.lora), {**dict.fromkeys(weights), "layers": {}}
 
     def merge(self, params: Params, base: Params | None) -> Params:
         """Return all weights of the current model in float32, adapters merged into them."""
         assert base is not None
-        return merged(base, params, self.model, self.lora)
+        return merge(base, params, self.model, self.lora)
 
 
 Trainable = FullWeights
@@ -185,7 +185,7 @@ def trainable_of(config: TrainConfig, dtype: np.dtype[Any], mesh_shape: Any) -> 
             problem = f"lora.base is {lora.base}, whose weights are whole on each device"
             raise UsageError(f"{problem}, and mesh.{name} would split them: make it 1")
     if lora.base == "nf4":
-        qwix()  # raises if the package is missing
+        import_qwix()  # raises if the package is missing
     return LoraAdapters(config.model, lora, dtype)
 
 

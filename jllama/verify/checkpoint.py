@@ -15,7 +15,7 @@ from jllama.errors import UsageError
 from jllama.evaluation.scoring import TextScore
 from jllama.generation.text import prompt_ids
 from jllama.parameters import count_parameters
-from jllama.presets import OTHERS, PRESETS, differing, nearest_preset
+from jllama.presets import OTHER_FIELDS, PRESETS, differing_fields, nearest_preset
 from jllama.rope_scaling import RopeScaling
 from jllama.tokenizers import Tokenizer
 from jllama.verify.checks import worst_error
@@ -237,7 +237,7 @@ def config_findings(config: LlamaConfig) -> list[str]:
     if name:
         subject = f"{name}, of the same shape, has"
         released = PRESETS[name]
-        fields = differing(OTHERS, config, released)
+        fields = differing_fields(OTHER_FIELDS, config, released)
         usual = {field: [getattr(released, field)] for field in fields}
     else:
         subject = "released Llamas have"

@@ -18,7 +18,7 @@ from rich.text import Text
 import jllama
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
-from jllama.functional import Refused
+from jllama.functional import UnsupportedAttention
 from jllama.parameters import Params, matrix_shape, parameter_table, shape_of
 
 TOLERANCE = 1e-5
@@ -88,7 +88,7 @@ def run_check(check: Check) -> Check:
     try:
         with jax.default_matmul_precision("highest"):
             return dataclasses.replace(check, error=check.compute())
-    except Refused as refused:
+    except UnsupportedAttention as refused:
         return dataclasses.replace(check, refusal=str(refused))
     except JllamaError as raised:
         return dataclasses.replace(check, problem=str(raised))

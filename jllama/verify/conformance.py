@@ -80,7 +80,7 @@ def implementation_of(model: types.ModuleType) -> Implementation:
     return Implementation(registry.load, forward, extend, loss)
 
 
-def compiled(implementation: Implementation) -> Implementation:
+def compile_implementation(implementation: Implementation) -> Implementation:
     """Return the implementation with ``forward`` and ``extend`` under ``jax.jit``."""
     return implementation._replace(
         forward=jax.jit(implementation.forward, static_argnames=("config", "attention")),
@@ -89,9 +89,9 @@ def compiled(implementation: Implementation) -> Implementation:
 
 
 @functools.cache
-def jllama_itself() -> Implementation:
+def compiled_jllama() -> Implementation:
     """Return the code that users run, compiled."""
-    return compiled(implementation_of(jllama.model))
+    return compile_implementation(implementation_of(jllama.model))
 
 
 def small(name: str, heads: int, kv_heads: int, **changes: object) -> LlamaConfig:

@@ -383,7 +383,7 @@ def attention_error(
     return worst_error(np.concatenate(actual), np.concatenate(expected))
 
 
-def one_device_and(sizes: MeshConfig) -> tuple[Mesh, Mesh]:
+def one_and_eight_devices(sizes: MeshConfig) -> tuple[Mesh, Mesh]:
     """Return a mesh of one simulated CPU device, and one of eight.
 
     Raises:
@@ -399,7 +399,7 @@ def one_device_and(sizes: MeshConfig) -> tuple[Mesh, Mesh]:
 
 def sharded_error(case: Case, sizes: MeshConfig) -> float:
     """Compare the logits that eight devices compute with those of one."""
-    one, eight = (_logits_on(mesh, case) for mesh in one_device_and(sizes))
+    one, eight = (_logits_on(mesh, case) for mesh in one_and_eight_devices(sizes))
     return worst_error(eight, one)
 
 
@@ -411,7 +411,7 @@ def _logits_on(mesh: Mesh, case: Case) -> Array:
 
 def sharded_training_error(case: Case, sizes: MeshConfig) -> float:
     """Compare losses and parameters of a training on eight devices with those on one."""
-    runs = (trained(case.config, mesh) for mesh in one_device_and(sizes))
+    runs = (train_briefly(case.config, mesh) for mesh in one_and_eight_devices(sizes))
     one, eight = ([*losses, *jax.tree.leaves(state.params)] for state, losses in runs)
     return worst_error(eight, one)
 
@@ -432,12 +432,12 @@ def short_training(config: LlamaConfig, mesh: Mesh, **options: Any) -> Training:
 
 
 @functools.cache
-def trained(config: LlamaConfig, mesh: Mesh) -> tuple[TrainState, list[float]]:
+def train_briefly(config: LlamaConfig, mesh: Mesh) -> tuple[TrainState, list[float]]:
     """Return the state after ``short_training``, and the loss of each step in nats per token."""
-    return after_steps(short_training(config, mesh), config)
+    return run_three_steps(short_training(config, mesh), config)
 
 
-def after_steps(training: Training, config: LlamaConfig) -> tuple[TrainState, list[float]]:
+def run_three_steps(training: Training, config: LlamaConfig) -> tuple[TrainState, list[float]]:
     """Train for three steps on random tokens; return the state and the loss of each step."""
     losses = []
     state = training.init(jax.random.key(0))

@@ -88,7 +88,7 @@ def _factor_at_most_8(scaling: Any) -> Any:
     return scaling and dataclasses.replace(scaling, factor=min(scaling.factor, 8.0))
 
 
-def interleaved(matrix: Any) -> Array:
+def interleave_channels(matrix: Any) -> Array:
     """Reorder the channels of a half-split matrix as in Meta's files: 0, half, 1, half + 1, ..."""
     return jnp.stack(jnp.split(jnp.asarray(matrix), 2, axis=-1), axis=-1).reshape(matrix.shape)
 
@@ -100,14 +100,14 @@ def _with_layers(params: Params, **arrays: Any) -> Params:
 def _not_permuted(config: LlamaConfig, params: Params) -> Model:
     """Leave queries and keys in the interleaved order of Meta's and GGUF's files."""
     layers = params["layers"]
-    wrong = {name: interleaved(layers[name]) for name in ("wq", "wk")}
+    wrong = {name: interleave_channels(layers[name]) for name in ("wq", "wk")}
     return config, _with_layers(params, **wrong)
 
 
 def _keys_permuted_as_queries(config: LlamaConfig, params: Params) -> Model:
     """Reorder keys to half-split as if there were as many key heads as query heads."""
     keys = params["layers"]["wk"]
-    by_head = interleaved(keys).reshape(*keys.shape[:2], config.num_heads, -1, 2)
+    by_head = interleave_channels(keys).reshape(*keys.shape[:2], config.num_heads, -1, 2)
     return config, _with_layers(params, wk=by_head.swapaxes(-1, -2).reshape(keys.shape))
 
 

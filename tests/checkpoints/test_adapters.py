@@ -28,7 +28,7 @@ from jllama.checkpoints.tensors import base_fingerprint
 from jllama.config import LoraConfig
 from jllama.errors import JllamaError, UsageError
 from jllama.language_model import LanguageModel
-from jllama.lora import adapted
+from jllama.lora import adapt
 from jllama.parameters import map_by_path, tensor_specs
 from jllama.verify.checks import relative_error
 
@@ -102,7 +102,7 @@ def test_a_run_that_trained_an_adapter_is_its_base_with_that(base, kind):
     run = run_of(base, kind)
     lora = open_checkpoint(run).adapter.lora
     params = load(base, layout="training").params
-    expected = forward(CONFIG, adapted(params, adapter_params(CONFIG, lora), lora), TOKENS)
+    expected = forward(CONFIG, adapt(params, adapter_params(CONFIG, lora), lora), TOKENS)
     assert relative_error(logits(run), expected) < 1e-6
     assert np.array_equal(logits(run), logits(base, adapter=run))
     assert relative_error(logits(base), expected) > 0.1
@@ -210,7 +210,7 @@ def square(tmp_path_factory):
     folder = tmp_path_factory.mktemp("square") / "hf"
     save(LanguageModel(SQUARE, weights(SQUARE)), folder, "hf")
     params = adapter_params(SQUARE, SQUARE_LORA)
-    whole = adapted(load(folder, layout="training").params, params, SQUARE_LORA)
+    whole = adapt(load(folder, layout="training").params, params, SQUARE_LORA)
     return folder, params, np.asarray(forward(SQUARE, whole, TOKENS))
 
 

@@ -16,7 +16,7 @@ def folder(tmp_path, monkeypatch):
     """Of every kind one entry of at least 1,000 bytes, and four things of the user's."""
     monkeypatch.setenv("JLLAMA_CACHE", str(tmp_path))
     for kind in ("weights", "programs"):
-        cache.keep(kind, cache.key_of(kind), [np.zeros(1024, np.uint8)])
+        cache.store(kind, cache.key_of(kind), [np.zeros(1024, np.uint8)])
     for name in (
         *(
             "compiled/jit_f-0a-cache",

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from jllama.commands import cli
-from jllama.files import locked
+from jllama.files import file_lock
 
 STEPS = 20
 OFTEN = ("--training.eval_every", 1, "--training.sample_tokens", 0, "--resume", "auto")
@@ -293,7 +293,7 @@ def test_a_port_in_use(workshop, capsys, tmp_path):
 
 
 def test_a_second_process_with_the_same_id(workshop, capsys, tmp_path):
-    with locked(tmp_path / "run", 1):
+    with file_lock(tmp_path / "run", 1):
         err = refusal(capsys, workshop, tmp_path / "run", "127.0.0.1:9", 1)
     assert re.fullmatch(
         r"error: .*run is in use by process \d+ .* as process_id 1: wait for it, or choose .*\n",

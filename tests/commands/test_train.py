@@ -29,7 +29,7 @@ from jllama.commands.train import read_options
 from jllama.config import LlamaConfig
 from jllama.data.config import DataConfig
 from jllama.errors import UsageError
-from jllama.files import locked
+from jllama.files import file_lock
 from jllama.language_model import LanguageModel
 from jllama.model import abstract_params
 from jllama.parameters import count_parameters
@@ -40,7 +40,7 @@ from jllama.training.config import LoopConfig, TrainConfig
 from jllama.training.loop import train
 from jllama.training.metrics import Evaluation
 from jllama.training.optimizer import learning_rate_at
-from jllama.training.resolve import resolved
+from jllama.training.resolve import resolve
 
 STEPS, EPOCH = 20, 6
 
@@ -456,7 +456,7 @@ def test_a_preset_is_the_architecture(workshop, tmp_path, capsys):
         assert said in one_error(capsys.readouterr().err)
     assert not (tmp_path / "other").exists()
     data = DataConfig(workshop.data["path"], tokenizer="bytes", cache_dir=str(tmp_path))
-    config, *_ = resolved(TrainConfig(LlamaConfig(), preset="llama3.2-1b", data=data), None)
+    config, *_ = resolve(TrainConfig(LlamaConfig(), preset="llama3.2-1b", data=data), None)
     assert (config.model, config.training.seq_len) == (preset("llama3.2-1b"), 1024)
 
 
@@ -599,7 +599,7 @@ def test_a_run_in_use_is_refused_with_who_has_it(workshop, copied, capsys, monke
     (copied / "in_use").write_text(
         "process 1 on a machine that has died since\n"
     )  # holds nobody back
-    with locked(copied):
+    with file_lock(copied):
         before = everything(copied)
         code, message = refused(workshop, copied, capsys, "--resume", "auto")
         assert code == 1
@@ -611,7 +611,7 @@ def test_a_run_in_use_is_refused_with_who_has_it(workshop, copied, capsys, monke
         assert everything(copied) == before
     assert not (copied / "in_use").exists()
     monkeypatch.setattr(files, "fcntl", None)  # Windows
-    with locked(copied), locked(copied):
+    with file_lock(copied), file_lock(copied):
         pass
     assert not (copied / "in_use").exists()
 

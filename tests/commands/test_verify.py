@@ -16,7 +16,7 @@ from rich.console import Console
 import jllama
 from jllama.commands import cli
 from jllama.config import LlamaConfig
-from jllama.functional import Refused
+from jllama.functional import UnsupportedAttention
 from jllama.language_model import LanguageModel
 from jllama.tokenizers import BytesTokenizer
 from jllama.verify.checks import (
@@ -82,7 +82,7 @@ def test_part_of_the_matrix_as_a_user_runs_it(workshop):
 
 
 def test_a_failure_is_exit_code_1_and_says_where(monkeypatch, capsys):
-    monkeypatch.setattr("jllama.verify.conformance.jllama_itself", lambda: planted(THETA))
+    monkeypatch.setattr("jllama.verify.conformance.compiled_jllama", lambda: planted(THETA))
     assert cli.run("verify", ["--only", "conformance/llama2.c/hf v5"]) == 1
     out = capsys.readouterr().out
     assert re.search(
@@ -125,7 +125,7 @@ def test_a_check_that_raises_has_failed_and_the_others_go_on():
         raise jllama.errors.JllamaError("the file is cut off")
 
     def refused():
-        raise Refused("the attention implementation 'mine' cannot serve a mask")
+        raise UnsupportedAttention("the attention implementation 'mine' cannot serve a mask")
 
     checks = [
         Check("conformance", "a", "x", broken),

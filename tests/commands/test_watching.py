@@ -14,7 +14,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 from jllama import files
 from jllama.commands import cli
-from jllama.loggers import LOGGERS, persistent
+from jllama.loggers import LOGGERS, retrying_writer
 from jllama.training import loop, tracker
 
 
@@ -65,7 +65,7 @@ def test_records_wait_in_order_for_a_writer_that_works():
 
         return write
 
-    give = persistent(open_writer, warnings.append)
+    give = retrying_writer(open_writer, warnings.append)
     for step, value in enumerate("abcd"):
         give(step, value)
     works = True

@@ -24,14 +24,14 @@ import jllama
 from jllama.checkpoints.registry import open_checkpoint
 from jllama.config import LlamaConfig
 from jllama.data import batches, chats
-from jllama.data.batches import Conversations, chat_batches, chat_validation_batches, rows_an_epoch
+from jllama.data.batches import ChatTokens, chat_batches, chat_validation_batches, num_epoch_rows
 from jllama.data.chats import data_task, prepare_chats, read_records, record_tokens
 from jllama.data.config import DataConfig
 from jllama.data.corpus import corpus_files
 from jllama.errors import JllamaError, UsageError
 from jllama.templates.messages import end_of_turn_ids, find_template
 from jllama.training.config import LoopConfig, TrainConfig
-from jllama.training.resolve import resolved
+from jllama.training.resolve import resolve
 
 try:
     from compression import zstd
@@ -97,7 +97,7 @@ def answers(data):
 # Rows
 
 
-def numbered(sizes, *, sources=None, weights=(1.0,), rows_each=1):
+def numbered(sizes, *, sources=None, weights=(1.0,), rows_per_example=1):
     """Conversations whose tokens are their positions, from 1 on.
 
     Every third token counts, except the first of a conversation.
@@ -108,7 +108,7 @@ def numbered(sizes, *, sources=None, weights=(1.0,), rows_each=1):
     counted[starts] = False
     sources = np.zeros(len(sizes), int) if sources is None else np.array(sources)
     tokens = np.arange(1, total + 1, dtype=np.uint32)
-    return Conversations(tokens, counted, starts, np.array(sizes), sources, weights, rows_each)
+    return ChatTokens(tokens, counted, starts, np.array(sizes), sources, weights, rows_per_example)
 
 
 def inside(rows, conversations):
@@ -154,7 +154,7 @@ def test_an_epoch_has_every_conversation_once_and_whole(sizes, seed, open_rows):
     conversations = numbered(sizes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batches, "OPEN_ROWS", open_rows)
-        count = rows_an_epoch(conversations, seq_len=15, seed=seed)
+        count = num_epoch_rows(conversations, seq_len=15, seed=seed)
         epoch = [inside(rows, conversations)[0] for rows in take(count, conversations, seed=seed)]
     assert sorted(itertools.chain(*epoch)) == list(range(len(sizes)))
     used = [sum(sizes[index] for index in row) for row in epoch]
@@ -216,30 +216,30 @@ def test_the_rows_of_processes_are_those_of_the_whole_batch(packing):
             np.testing.assert_array_equal(array, expected_array)
 
 
-@given(sizes=SIZES, batch_size=st.integers(1, 4), rows_each=st.sampled_from([1, 2]))
+@given(sizes=SIZES, batch_size=st.integers(1, 4), rows_per_example=st.sampled_from([1, 2]))
 def test_validation_has_every_conversation_once_in_order_and_one_shape(
-    sizes, batch_size, rows_each
+    sizes, batch_size, rows_per_example
 ):
-    conversations = numbered(sizes * rows_each, rows_each=rows_each)
+    conversations = numbered(sizes * rows_per_example, rows_per_example=rows_per_example)
     reference = np.arange(1, len(conversations.sizes) + 1, dtype=np.float32)
     conversations = dataclasses.replace(conversations, reference=reference)
     actual = list(chat_validation_batches(conversations, batch_size=batch_size, seq_len=15))
-    assert {rows.tokens.shape for rows in actual} == {(batch_size * rows_each, 16)}
+    assert {rows.tokens.shape for rows in actual} == {(batch_size * rows_per_example, 16)}
     order = [row for rows in actual for row in inside(rows, conversations)]
     assert sorted(itertools.chain(*order)) == list(range(len(conversations.sizes)))
     firsts = [row[0] for row in order if row]
     assert firsts == sorted(firsts)
     expected = [float(sum(index + 1 for index in row)) for row in order]
     assert np.concatenate([rows.reference for rows in actual]).tolist() == expected
-    if rows_each == 2:
+    if rows_per_example == 2:
         assert [row for row in order if row] == [
             [index] for index in range(len(conversations.sizes))
         ]
 
 
 @pytest.mark.parametrize("rows_each", [1, 2])
-def test_a_part_of_validation_is_spread_evenly(rows_each):
-    conversations = numbered([8] * 200, rows_each=rows_each)
+def test_a_part_of_validation_is_spread_evenly(rows_per_example):
+    conversations = numbered([8] * 200, rows_per_example=rows_per_example)
     options = {"batch_size": 2, "seq_len": 15}
     part = list(chat_validation_batches(conversations, **options, max_tokens=320))
     order = list(itertools.chain(*(row for rows in part for row in inside(rows, conversations))))
@@ -259,7 +259,7 @@ def test_rows_of_one_have_two_lengths_and_no_more():
     for rows in actual:
         longest = max(sizes[index] for (index,) in inside(rows, conversations))
         assert (rows.tokens.shape[1] == 17) == (longest <= 17)
-    assert rows_an_epoch(conversations, seq_len=64, seed=0, packing=False) == len(sizes)
+    assert num_epoch_rows(conversations, seq_len=64, seed=0, packing=False) == len(sizes)
     assert {rows.tokens.shape for rows in take(50, numbered([4]), seq_len=5, packing=False)} == {
         (1, 6)
     }
@@ -270,11 +270,11 @@ def test_rows_of_one_have_two_lengths_and_no_more():
 
 def test_pairs_stay_together_with_their_references():
     sizes = [5, 7, 30, 3, 9, 9, 2, 40] * 5
-    conversations = numbered(sizes, rows_each=2)
+    conversations = numbered(sizes, rows_per_example=2)
     conversations = dataclasses.replace(
         conversations, reference=-np.arange(len(sizes), dtype=np.float32)
     )
-    assert rows_an_epoch(conversations, seq_len=63, seed=3) == 20
+    assert num_epoch_rows(conversations, seq_len=63, seed=3) == 20
     actual = take(10, conversations, batch_size=2, seq_len=63)
     assert {rows.tokens.shape for rows in actual} == {(4, 17), (4, 64)}
     pairs = []
@@ -295,33 +295,33 @@ def test_pairs_stay_together_with_their_references():
 @given(
     numbers=st.lists(st.integers(1, 5), min_size=1, max_size=4),
     weights=st.lists(st.floats(0.05, 20), min_size=4, max_size=4),
-    rows_each=st.sampled_from([1, 2]),
+    rows_per_example=st.sampled_from([1, 2]),
     packing=st.booleans(),
 )
 def test_sources_are_drawn_by_weight_and_each_of_theirs_before_any_again(
-    numbers, weights, rows_each, packing
+    numbers, weights, rows_per_example, packing
 ):
     sources = np.repeat(np.arange(len(numbers)), numbers)
     weights, total = tuple(weights[: len(numbers)]), sum(numbers)
     conversations = numbered(
-        [3] * total * rows_each,
-        sources=sources.repeat(rows_each),
+        [3] * total * rows_per_example,
+        sources=sources.repeat(rows_per_example),
         weights=weights,
-        rows_each=rows_each,
+        rows_per_example=rows_per_example,
     )
-    count = 3 * rows_an_epoch(conversations, seq_len=5, seed=3, packing=packing)
+    count = 3 * num_epoch_rows(conversations, seq_len=5, seed=3, packing=packing)
     drawn = [
         inside(rows, conversations)
         for rows in take(count, conversations, seq_len=5, packing=packing)
     ]
     for number in range(1, count + 1):
         for source, weight in enumerate(weights):
-            own = [row for row in drawn[:number] if sources[row[0][0] // rows_each] == source]
+            own = [row for row in drawn[:number] if sources[row[0][0] // rows_per_example] == source]
             assert abs(len(own) - weight / sum(weights) * number) < len(weights)
             times = collections.Counter(
                 dict.fromkeys(np.flatnonzero(sources == source).tolist(), 0)
             )
-            times.update(row[0][0] // rows_each for row in own if len(row[0]) == 1)
+            times.update(row[0][0] // rows_per_example for row in own if len(row[0]) == 1)
             times.update(index for row in own for index in row[0] if len(row[0]) > 1)
             assert max(times.values()) - min(times.values()) <= 1
 
@@ -479,7 +479,7 @@ def test_chosen_and_rejected(tmp_path):
         pyarrow.Table.from_pylist([pair | {"id": 1} for pair in pairs]), tmp_path / "c.parquet"
     )
     assert conversations_of(prepare(tmp_path / "c.parquet").train) == conversations_of(data.train)
-    assert data.rows_each == data.train.rows_each == 2
+    assert data.rows_per_example == data.train.rows_per_example == 2
     assert answers(data) == ["no"] * 20 + ["yes"] * 20
     texts = [TOKENIZER.decode(counted) for _, counted in conversations_of(data.train)]
     assert texts == ["yes", "no"] * (len(texts) // 2)
@@ -990,14 +990,14 @@ def test_another_template_than_the_checkpoints(checkpoint, tmp_path):
     options = TrainConfig(
         LlamaConfig(), init_from=str(checkpoint), data=data, training=LoopConfig(sample_tokens=0)
     )
-    _, prepared, origin = resolved(options, None)
+    _, prepared, origin = resolve(options, None)
     (actual,) = {TOKENIZER.decode(ids).split(" ")[0] for ids, _ in conversations_of(prepared.train)}
     assert (actual, origin.chat_template) == ("user:", template.read_text())
     template.unlink()
     with pytest.raises(
         JllamaError, match=r"mine.jinja' cannot be read: give a file or one of chatml"
     ):
-        resolved(options, None)
+        resolve(options, None)
 
 
 def train(checkpoint, folder, path, *options):

@@ -703,9 +703,9 @@ def prefilled(monkeypatch):
     counts = []
     original = steps.prefill_chunk
 
-    def record(params, config, cache, tokens, count, begins):
+    def record(params, config, cache, tokens, count, cache_is_empty):
         counts.append(int(count[0]))
-        return original(params, config, cache, tokens, count, begins)
+        return original(params, config, cache, tokens, count, cache_is_empty)
 
     monkeypatch.setattr(steps, "prefill_chunk", record)
     return counts

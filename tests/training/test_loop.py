@@ -13,7 +13,7 @@ from rich.console import Console
 
 import jllama
 from jllama.conversation import chat_ids
-from jllama.data.batches import Conversations
+from jllama.data.batches import ChatTokens
 from jllama.data.datasets import BatchSource, ChatDataset
 from jllama.language_model import LanguageModel
 from jllama.templates.messages import TEMPLATES
@@ -106,7 +106,7 @@ def test_questions_of_a_run_on_chats_are_asked_through_its_template(monkeypatch)
     )
     monkeypatch.setattr(loop, "current_model", lambda run: model)
     nothing = np.zeros(0, int)
-    no_conversations = Conversations(nothing, nothing > 0, nothing, nothing, nothing)
+    no_conversations = ChatTokens(nothing, nothing > 0, nothing, nothing, nothing)
     chats = ChatDataset(tokenizer, no_conversations, no_conversations, "", {})
     text = BatchSource(tokenizer, lambda: iter([]), list)
     for data in (chats, text):

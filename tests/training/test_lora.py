@@ -36,7 +36,7 @@ from jllama import functional as F
 from jllama import lora
 from jllama.config import LoraConfig
 from jllama.functional.linear import AdaptedMatrix
-from jllama.sharding import spread_attention
+from jllama.sharding import sharded_attention
 from jllama.training.metrics import mean_figures
 from jllama.verify.checks import relative_error
 
@@ -163,7 +163,7 @@ def test_adapters_alone_are_trained():
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_merged_equals_unmerged(kind):
     adapter = tuning.random_adapter(kind)
-    whole = lora.merged(jax.tree.map(jnp.asarray, WEIGHTS), adapter, CONFIG, KINDS[kind])
+    whole = lora.merge(jax.tree.map(jnp.asarray, WEIGHTS), adapter, CONFIG, KINDS[kind])
     assert_trees_close(whole, tuning.merged(kind, adapter), 1e-6)
     training = compiled(kind)
     actual = training.log_probs(adapter, ROWS, base=jax.tree.map(jnp.asarray, WEIGHTS))
@@ -325,7 +325,7 @@ PLANTED = {
     "a neighbor attended": lambda patch: patch(
         jllama.model,
         "spread_attention",
-        lambda mesh, q, k, v, mask, name: spread_attention(mesh, q, k, v, F.Mask(), name),
+        lambda mesh, q, k, v, mask, name: sharded_attention(mesh, q, k, v, F.Mask(), name),
     ),
 }
 

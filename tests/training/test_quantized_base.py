@@ -48,7 +48,7 @@ def test_a_base_in_fewer_bits_is_computed_with_as_it_is(base):
         params=jax.device_put(tuning.random_adapter("lora"), training.shardings.params)
     )
     before, plain = digest(state.base), jax.tree.map(jnp.zeros_like, state.params)
-    whole = lora.merged(state.base, plain, CONFIG, config.lora)
+    whole = lora.merge(state.base, plain, CONFIG, config.lora)
     for name, stack in WEIGHTS["layers"].items():
         assert relative_error(whole["layers"][name], stack) < ERRORS[base]
         if base == "int8" and name.startswith("w"):
@@ -59,7 +59,7 @@ def test_a_base_in_fewer_bits_is_computed_with_as_it_is(base):
             "uint4",
             "float32",
         }
-    whole = lora.merged(state.base, state.params, CONFIG, config.lora)
+    whole = lora.merge(state.base, state.params, CONFIG, config.lora)
     expected = tuning.compiled("full").evaluate(whole, ROWS)[:2]
     np.testing.assert_allclose(
         training.evaluate(state.params, ROWS, state.base)[:2], expected, rtol=1e-6

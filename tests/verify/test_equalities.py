@@ -13,7 +13,7 @@ from jllama import functional as F
 from jllama.decode_params import DecodeParams
 from jllama.errors import JllamaError
 from jllama.verify.checks import TOLERANCE, VISIBLE, random_params, run_checks
-from jllama.verify.conformance import compiled, implementation_of, jllama_itself
+from jllama.verify.conformance import compile_implementation, implementation_of, compiled_jllama
 from jllama.verify.equalities import (
     BFLOAT16_TOLERANCE,
     CONFIG,
@@ -31,7 +31,7 @@ from jllama.verify.equalities import (
 )
 from jllama.verify.mutations import model_with
 
-JLLAMA, PARAMS = jllama_itself(), random_params(CONFIG, 0)
+JLLAMA, PARAMS = compiled_jllama(), random_params(CONFIG, 0)
 PREFILL = "prefill and decode against one forward/every split of 24"
 CHUNKS = "chunked prefill against one forward/chunks of up to 1"
 RAGGED = "ragged batch against single rows/24 lengths"
@@ -182,7 +182,7 @@ def test_fewer_than_eight_devices_are_named():
 def with_mask(function, **wrong):
     """The model with one of its functions taken from a copy with another mask."""
     return JLLAMA._replace(
-        **{function: getattr(compiled(implementation_of(model_with(**wrong))), function)}
+        **{function: getattr(compile_implementation(implementation_of(model_with(**wrong))), function)}
     )
 
 

@@ -11,7 +11,7 @@ from jllama.parameters import Params
 from jllama.verify.checks import VISIBLE, run_checks
 from jllama.verify.conformance import VARIANTS as ALL_VARIANTS
 from jllama.verify.conformance import conformance_checks, implementation_of
-from jllama.verify.mutations import MUTATIONS, Mutation, interleaved, model_with, mutation_checks
+from jllama.verify.mutations import MUTATIONS, Mutation, interleave_channels, model_with, mutation_checks
 from jllama.verify.reference_writers import FORMAT_WRITERS
 
 pytestmark = pytest.mark.slow
@@ -106,7 +106,7 @@ def test_queries_and_keys_left_interleaved_for_one_variant(folder, variant):
             return config, params
         layers = params["layers"]
         return config, params | {
-            "layers": layers | {name: interleaved(layers[name]) for name in ("wq", "wk")}
+            "layers": layers | {name: interleave_channels(layers[name]) for name in ("wq", "wk")}
         }
 
     _, red = run_conformance(planted(Mutation("forgetful", forgetful)), folder, [INTERLEAVED])
