@@ -155,7 +155,7 @@ def main() -> None:
         for mistake, rows in ROWS.items():
             with mock.patch.object(adapters, "permuted", rows):
                 log_probs[mistake] = llama_cpp.log_probabilities(adapter)
-        expected = oracle_log_probabilities(adapters.merged(base, adapter))
+        expected = oracle_log_probabilities(adapters.merge(base, adapter))
         results[name] = {
             case: float(np.abs(actual - expected).max()) for case, actual in log_probs.items()
         }

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from jllama.files import cache_folder, atomic_write
+from jllama.files import atomic_write, cache_folder
 
 _WRITABLE = 0o022  # the permissions of a file's group and of others to write it
 _DAY_S = 86_400

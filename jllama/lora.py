@@ -135,9 +135,11 @@ def merge(base: Params, adapter: Params, config: LlamaConfig, lora: LoraConfig) 
     shapes = {name: shape_of(table[f"layers/{name}"], config)[1:] for name in base["layers"]}
 
     def merge(weights: Params, parts: Params) -> Params:
-        weights = {name: dequantize(part, shapes[name], jnp.float32) for name, part in weights.items()}
+        weights = {
+            name: dequantize(part, shapes[name], jnp.float32) for name, part in weights.items()
+        }
         layer = adapt({"layers": weights}, {"layers": parts}, lora)["layers"]
-        return {name: part.merged() if name in parts else part for name, part in layer.items()}
+        return {name: part.merge() if name in parts else part for name, part in layer.items()}
 
     others = {name: leaf.astype(jnp.float32) for name, leaf in base.items() if name != "layers"}
     return {**others, "layers": jax.vmap(merge)(base["layers"], adapter["layers"])}

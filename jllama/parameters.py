@@ -51,7 +51,7 @@ class Parameter:
             by ``sqrt(2 * num_layers)`` (GPT-2, section 2.3).
         rotary: RoPE rotates the head_dim axis. The two channels of a pair are half of head_dim
             apart here and in Hugging Face's files, and adjacent in the other formats.
-        joined: the name of the matrix that decoding makes of all matrices with the same ``flatten_matrix``,
+        joined: the name of the matrix that decoding makes of all matrices with the same ``joined``,
             by concatenating their outputs.
         when: whether a model with a configuration has this parameter.
     """
@@ -67,7 +67,7 @@ class Parameter:
     gain: float = 1.0
     residual: bool = False
     rotary: bool = False
-    flatten_matrix: str = ""
+    joined: str = ""
     when: Callable[[LlamaConfig], bool] = lambda config: True
 
     def name(self, file_format: NamedFormat, layer: int = 0) -> str:

@@ -66,19 +66,32 @@ def preset(name: str) -> LlamaConfig:
 
 SHAPE_FIELDS = ("num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim")
 """The sizes that identify a released Llama; a file may have lost or changed the other fields."""
-OTHER_FIELDS = ("vocab_size", "rope_theta", "rope_scaling", "norm_eps", "tie_embeddings", "max_seq_len")
+OTHER_FIELDS = (
+    "vocab_size",
+    "rope_theta",
+    "rope_scaling",
+    "norm_eps",
+    "tie_embeddings",
+    "max_seq_len",
+)
 
 
 def nearest_preset(config: LlamaConfig) -> str:
     """Return the name of the most similar released Llama of this shape; empty if there is none."""
     # The context length decides between two that are equally near: it is rarely changed.
     fields = (*OTHER_FIELDS, *OTHER_FIELDS, "max_seq_len")
-    same_shape = [name for name in PRESETS if not differing_fields(SHAPE_FIELDS, config, PRESETS[name])]
+    same_shape = [
+        name for name in PRESETS if not differing_fields(SHAPE_FIELDS, config, PRESETS[name])
+    ]
     return min(
-        same_shape, key=lambda name: len(differing_fields(fields, config, PRESETS[name])), default=""
+        same_shape,
+        key=lambda name: len(differing_fields(fields, config, PRESETS[name])),
+        default="",
     )
 
 
-def differing_fields(fields: tuple[str, ...], config: LlamaConfig, released: LlamaConfig) -> list[str]:
+def differing_fields(
+    fields: tuple[str, ...], config: LlamaConfig, released: LlamaConfig
+) -> list[str]:
     """Return the fields in which two configurations differ."""
     return [field for field in fields if getattr(config, field) != getattr(released, field)]

@@ -20,7 +20,7 @@ import jllama
 from jllama.checkpoints.run import CONFIG, METRICS, SAMPLES, read_config, recognizes
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
-from jllama.files import errors_as, read_lines, atomic_write_text
+from jllama.files import atomic_write_text, errors_as, read_lines
 from jllama.parameters import count_parameters
 
 Records = Sequence[Mapping[str, Any]]

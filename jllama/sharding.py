@@ -221,7 +221,9 @@ def map_shards(mesh: AnyMesh | None, function: Callable[..., Array], *arrays: An
     return local(*arrays)
 
 
-def gather_weight(part: Array, zeros: Any, axis: int | None, dtype: Any, stages: Sequence[Any]) -> Array:
+def gather_weight(
+    part: Array, zeros: Any, axis: int | None, dtype: Any, stages: Sequence[Any]
+) -> Array:
     """Return the whole weight from its parts on the devices of ``fsdp``.
 
     Its gradient is summed over those devices, and each device keeps its part as the gradient of

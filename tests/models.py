@@ -15,7 +15,7 @@ from jllama.language_model import LanguageModel
 from jllama.templates.messages import TEMPLATES
 from jllama.tokenizers import BytesTokenizer
 from jllama.verify.checks import random_params
-from jllama.verify.conformance import implementation_of, compiled_jllama
+from jllama.verify.conformance import compiled_jllama, implementation_of
 
 SMALL = LlamaConfig(
     vocab_size=61,

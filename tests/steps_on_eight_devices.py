@@ -21,8 +21,8 @@ from jllama.verify.conformance import compiled_jllama
 from jllama.verify.equalities import (
     MESHES,
     Case,
-    run_three_steps,
     one_and_eight_devices,
+    run_three_steps,
     sharded_error,
     sharded_training_error,
     short_training,
@@ -103,14 +103,19 @@ def main():
     wrong = implementation._replace(forward=wrong_on_the_last_device)
     report = {"refused": [refusal(sizes) for sizes in REFUSED]}
     for name, sizes in MESHES.items():
-        (one, _), (eight, _) = (train_briefly(CONFIG, mesh) for mesh in one_and_eight_devices(sizes))
+        (one, _), (eight, _) = (
+            train_briefly(CONFIG, mesh) for mesh in one_and_eight_devices(sizes)
+        )
         starts = [
-            short_training(CONFIG, mesh).init(jax.random.key(0)) for mesh in one_and_eight_devices(sizes)
+            short_training(CONFIG, mesh).init(jax.random.key(0))
+            for mesh in one_and_eight_devices(sizes)
         ]
         initial = [jax.tree.map(np.array, start.params) for start in starts]
         mesh = one_and_eight_devices(sizes)[1]
         batch = jax.device_put(TOKENS, NamedSharding(mesh, BATCH))
-        (by_one, losses_of_one), (by_eight, losses) = map(trained_by_muon, one_and_eight_devices(sizes))
+        (by_one, losses_of_one), (by_eight, losses) = map(
+            trained_by_muon, one_and_eight_devices(sizes)
+        )
         states = by_eight.opt_state[1][0].inner_states
         momentum = states["muon"].inner_state.mu["layers"]
         report[name] = {

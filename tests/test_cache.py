@@ -138,7 +138,7 @@ def test_what_an_adapter_changes_is_not_kept(file, folder):
     }
     jllama.load(file)
     (entry,) = folder.iterdir()
-    adapted = adapters.merged(base, adapters.Adapter(LoraConfig(rank=1), parts, base.config, file))
+    adapted = adapters.merge(base, adapters.Adapter(LoraConfig(rank=1), parts, base.config, file))
     plain, changed = (
         tensors.load_decode_params(each, np.dtype(np.float32)).weights["layers"]["0"]
         for each in (base, adapted)

@@ -327,7 +327,9 @@ def test_an_attention_implementation(additions):
     ).all()
     decoding = jllama.build_model(SMALL, jllama.decode_layout(params, SMALL))
     cache = KVCache.zeros(SMALL, 1, 32, jnp.float32)
-    first, cache = decoding.decode(tokens, cache, jnp.array([20]), cache_is_empty=True, attention="window")
+    first, cache = decoding.decode(
+        tokens, cache, jnp.array([20]), cache_is_empty=True, attention="window"
+    )
     np.testing.assert_allclose(first, hidden(params, "window", tokens), atol=1e-4)
     with pytest.raises(
         ValueError, match="the attention implementation 'window' cannot serve a cache"

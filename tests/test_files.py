@@ -8,11 +8,11 @@ import pytest
 from jllama.errors import JllamaError, UsageError
 from jllama.files import (
     append_line,
+    atomic_write,
+    atomic_write_text,
     check_writable,
     has_file,
     read_lines,
-    atomic_write_text,
-    atomic_write,
 )
 
 

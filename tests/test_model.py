@@ -32,7 +32,7 @@ from jllama.parameters import as_matrix, parameter_table
 from jllama.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
 from jllama.verify import equalities
 from jllama.verify.checks import random_params, relative_error, worst_error
-from jllama.verify.conformance import compile_implementation, implementation_of, compiled_jllama
+from jllama.verify.conformance import compile_implementation, compiled_jllama, implementation_of
 from jllama.verify.mutations import interleave_channels, model_with
 
 TOLERANCE = 1e-5
@@ -472,7 +472,9 @@ def test_rows_that_begin_equal_the_oracle_and_their_padding_is_not_written(seq, 
     cache = jax.tree.map(
         lambda leaf: leaf + 7 if leaf.ndim == 4 else leaf, KVCache.zeros(BASE, 3, LONG)
     )
-    logits, after = decoded(unstacked(BASE), TOKENS[:, :seq], cache, jnp.asarray(counts), cache_is_empty)
+    logits, after = decoded(
+        unstacked(BASE), TOKENS[:, :seq], cache, jnp.asarray(counts), cache_is_empty
+    )
     expected = oracle.forward(random_params(BASE, 0), TOKENS[:, :seq], BASE)
     np.testing.assert_array_equal(after.lengths, counts)
     for row, count in enumerate(counts):

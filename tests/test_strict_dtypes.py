@@ -56,7 +56,9 @@ def test_a_forward_pass_and_the_gradients_of_the_loss(dtype):
 def test_a_forward_pass_with_a_cache(dtype, quantize, cache_is_empty):
     def forward(weights):
         llama, cache = build_model(SMALL, weights), KVCache.zeros(SMALL, 2, 16, jnp.dtype(dtype))
-        hidden, cache = llama.decode(TOKENS, cache, jnp.array([8, 8], jnp.int32), cache_is_empty=cache_is_empty)
+        hidden, cache = llama.decode(
+            TOKENS, cache, jnp.array([8, 8], jnp.int32), cache_is_empty=cache_is_empty
+        )
         return llama.logits(hidden), cache.keys[0]
 
     logits, keys = jax.eval_shape(forward, decode_params(SMALL, dtype, quantize))

@@ -107,7 +107,7 @@ def _adapt(tensor: FileTensor, adapter: Adapter, key: str) -> LazyTensor:
     return LazyTensor(tensor.shape, _F32, read, getattr(tensor, "rows_at_once", 1))
 
 
-def merged(base: Checkpoint, adapter: Adapter) -> Checkpoint:
+def merge(base: Checkpoint, adapter: Adapter) -> Checkpoint:
     """Merge an adapter into its base; the matrices are computed as they are read.
 
     Raises:

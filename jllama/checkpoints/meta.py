@@ -225,7 +225,9 @@ def _released_factor(source: Path, config: LlamaConfig) -> float:
     """Return the factor of the released Llama with the same shape, and name it on stderr."""
     for name, released in PRESETS.items():
         scaling = released.rope_scaling
-        if scaling and not differing_fields((*SHAPE_FIELDS, "vocab_size", "rope_theta"), config, released):
+        if scaling and not differing_fields(
+            (*SHAPE_FIELDS, "vocab_size", "rope_theta"), config, released
+        ):
             print(
                 f"note: RoPE factor {scaling.factor:g} of {name}, "
                 "which has this shape; rope_factor overrides",

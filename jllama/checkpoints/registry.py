@@ -23,7 +23,7 @@ from jllama.checkpoints.tensors import Checkpoint, OnProgress, size_bytes
 from jllama.config import LlamaConfig
 from jllama.decode_params import Quantization
 from jllama.errors import JllamaError, UsageError, no_tokenizer
-from jllama.files import errors_as, restore_replaced, refuse_special_files, atomic_write
+from jllama.files import atomic_write, errors_as, refuse_special_files, restore_replaced
 from jllama.language_model import LanguageModel
 from jllama.parameters import count_parameters
 from jllama.progress import progress
@@ -328,7 +328,7 @@ def open_checkpoint(
         with errors_as(init_from, JllamaError, KeyError, RecursionError):
             factor = rope_factor or config.fields.get("rope_factor")
             base = open_checkpoint(str(config.fields["init_from"]), factor)
-        checkpoint = adapters.merged(base, run.read_adapter(source, base.config, own_step))
+        checkpoint = adapters.merge(base, run.read_adapter(source, base.config, own_step))
     else:
         format = FORMATS[_format_of(source)]
         options = {}
@@ -352,7 +352,7 @@ def open_checkpoint(
         )
     if adapter:
         added = _read_adapter(_local(adapter, "adapter"), checkpoint.config, step)
-        return adapters.merged(checkpoint, added)
+        return adapters.merge(checkpoint, added)
     return checkpoint
 
 

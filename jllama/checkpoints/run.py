@@ -18,7 +18,7 @@ from jllama.checkpoints.chat_files import read_text_files, write_chat_files
 from jllama.checkpoints.tensors import Checkpoint, OnProgress, TensorsOfParams, load_params
 from jllama.config import LlamaConfig, LoraConfig
 from jllama.errors import JllamaError
-from jllama.files import errors_as, refuse_special_files, atomic_write_text
+from jllama.files import atomic_write_text, errors_as, refuse_special_files
 from jllama.lora import initial_adapter
 from jllama.model import abstract_params
 

@@ -243,7 +243,7 @@ def load_params(
     mesh: Mesh | None = None,
     on_progress: OnProgress = lambda _: None,
     rules: Mapping[str, Sequence[str]] = RULES,
-    held: Callable[[str, Any], Any] = lambda path, stack: stack,
+    convert: Callable[[str, Any], Any] = lambda path, stack: stack,
 ) -> Params:
     """Read parameters into the training layout, layers stacked, straight onto their devices.
 
@@ -255,7 +255,7 @@ def load_params(
         mesh: Splits the parameters over devices; None puts them on the first device.
         on_progress: Receives the bytes read, counted in ``dtype``.
         rules: The mesh axes that each parameter axis may be split over.
-        held: ``held(path, stack)`` returns the replacement of each parameter. It is called before
+        convert: ``convert(path, stack)`` returns the replacement of each parameter. It is called before
             the next parameter is read, the largest first, so that a device holds one at a time as
             it was read.
 
@@ -272,7 +272,7 @@ def load_params(
         if mesh:
             sharding = NamedSharding(mesh, row_spec(mesh, table[path], config, rules))
         fill = functools.partial(_fill_stack, path, checkpoint, on_progress)
-        arrays[path] = held(path, _make_array(shapes[path], dtypes[path], sharding, fill))
+        arrays[path] = convert(path, _make_array(shapes[path], dtypes[path], sharding, fill))
         jax.block_until_ready(arrays[path])
     return unflatten_dict(arrays, sep="/")
 

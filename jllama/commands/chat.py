@@ -15,7 +15,7 @@ from jllama.commands.cli import parse
 from jllama.commands.model import ModelOptions, sampling_params
 from jllama.commands.terminal import WordWrap, line_editing, lines, say, stoppable
 from jllama.errors import JllamaError, UsageError, check_fields, unknown_name
-from jllama.files import check_writable, read_json_object, atomic_write_text
+from jllama.files import atomic_write_text, check_writable, read_json_object
 from jllama.generation.sampling_params import SamplingParams
 
 _SETTINGS = ["max_new_tokens", *vars(SamplingParams())]

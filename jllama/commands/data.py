@@ -76,7 +76,7 @@ def main(argv: list[str], prog: str) -> int:
     with progress("conversations read", console=console) as move:
         for record in read_records(files, findings=findings):
             conversations = []
-            with findings.noted():
+            with findings.collect():
                 conversations = record_tokens(record, tokenizer, template, stop_ids, findings.notes)
             learns = all(any(counted[1:limit]) for _, counted in conversations)
             findings.notes[TOO_LONG_NOTE] += not learns

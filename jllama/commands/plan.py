@@ -127,7 +127,7 @@ def main(argv: list[str], prog: str) -> int:
 
 def _lines(receipt: "Receipt", title: str, decode: bool, tokens: float) -> Iterator[str]:
     """Yield the lines of a printed receipt."""
-    spare = (receipt.device_memory_bytes - receipt.most_bytes) / _GIB
+    spare = (receipt.device_memory_bytes - receipt.max_bytes) / _GIB
     verdict = f"fits, {spare:.2f} GiB to spare"
     rows = _memory_rows(receipt, decode)
     if receipt.fits:

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 
 from jllama.errors import JllamaError, UsageError
 from jllama.evaluation.scoring import token_log_probs
-from jllama.files import Json, errors_as, atomic_write_text
+from jllama.files import Json, atomic_write_text, errors_as
 from jllama.generation.generate import completions
 from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.generation.text import Completion, encode_prompt

@@ -111,7 +111,9 @@ def main(argv: list[str], prog: str) -> int:
 
     # Report what is wrong with the prompts before a large model is loaded.
     if options.prompt == "-":
-        with errors_as("the prompt on stdin is not UTF-8 text", UnicodeDecodeError, kind=UsageError):
+        with errors_as(
+            "the prompt on stdin is not UTF-8 text", UnicodeDecodeError, kind=UsageError
+        ):
             options = dataclasses.replace(options, prompt=sys.stdin.buffer.read().decode())
     if options.prompts_file and not Path(options.prompts_file).is_file():
         raise JllamaError(f"there is no prompts_file at {options.prompts_file}: give a .jsonl file")

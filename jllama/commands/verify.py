@@ -18,7 +18,7 @@ from rich.table import Table
 
 from jllama.commands.cli import parse
 from jllama.errors import UsageError
-from jllama.files import check_writable, errors_as, atomic_write_text
+from jllama.files import atomic_write_text, check_writable, errors_as
 from jllama.progress import progress
 
 

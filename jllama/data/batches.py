@@ -297,7 +297,11 @@ def _assemble(
 
     The two rows of a pair follow each other. Rows that are not in ``selection`` are zeros.
     """
-    members = [unit[side :: data.rows_per_example] for unit in plan for side in range(data.rows_per_example)]
+    members = [
+        unit[side :: data.rows_per_example]
+        for unit in plan
+        for side in range(data.rows_per_example)
+    ]
     shape = len(members), width
     tokens = np.zeros(shape, np.int32)
     segments = np.zeros(shape, np.int32)

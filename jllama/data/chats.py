@@ -109,7 +109,7 @@ def read_records(
                 for name, value in fields.items()
                 if name in _FIELDS and value is not None
             }
-            with findings.noted():
+            with findings.collect():
                 yield Record(where, check(where, known), known)
 
 
@@ -349,7 +349,7 @@ def _write_chats(
         for source, files in enumerate(sources.values()):
             for record in read_records(files.values(), forms, findings):
                 sides = []
-                with findings.noted():
+                with findings.collect():
                     sides = record_tokens(record, tokenizer, template, stop_ids, findings.notes)
                 text = json.dumps(record.fields, sort_keys=True, default=str).encode()
                 fraction = int.from_bytes(hashlib.sha256(text).digest()[:8]) / 2**64

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jllama.errors import JllamaError
-from jllama.files import errors_as, atomic_write
+from jllama.files import atomic_write, errors_as
 
 STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "lib2to3", "__pycache__"}
 SHAKESPEARE_URL = (
@@ -81,7 +81,7 @@ class Findings:
         self.notes = Counter[str]()
 
     @contextlib.contextmanager
-    def noted(self) -> Iterator[None]:
+    def collect(self) -> Iterator[None]:
         """Treat a ``JllamaError`` inside as a row or file that cannot be learned from."""
         try:
             yield
@@ -182,7 +182,7 @@ def read_corpus(
     """
     check = functools.partial(_check_text, text_field)
     for path in files:
-        with findings.noted():
+        with findings.collect():
             if not has_rows(path):
                 # This reads the whole file, so all of it is known to be text.
                 if sum(map(len, _decode_file(path, encoding))):
@@ -191,7 +191,7 @@ def read_corpus(
             for place, fields in read_rows(path, [text_field], check, findings):
                 text = fields[text_field] or ""
                 problem = f"{place} is not a JSON object"
-                with findings.noted(), errors_as(problem, UnicodeEncodeError):
+                with findings.collect(), errors_as(problem, UnicodeEncodeError):
                     text.encode()  # raises for a lone surrogate
                     if text:
                         yield functools.partial(cut_chunks, [text])
@@ -218,7 +218,7 @@ def read_rows(
     ``check`` may raise ``JllamaError``. It is called with the place of an object, or with the path
     of a Parquet file, and with the types of the fields by name.
     """
-    with findings.noted(), _open_file(path) as (kind, file):
+    with findings.collect(), _open_file(path) as (kind, file):
         if kind == "Parquet":
             parquet = _import_reader(path, kind)
             table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
@@ -230,7 +230,7 @@ def read_rows(
             return
         for place, value in _json_values(path, file):
             problem = f"{place} is not a JSON object"
-            with findings.noted():
+            with findings.collect():
                 with errors_as(problem, ValueError, TypeError, RecursionError):
                     if isinstance(value, bytes):
                         value = json.loads(value.decode())

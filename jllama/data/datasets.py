@@ -88,7 +88,7 @@ class ChatDataset:
     is_chat = True
 
     @property
-    def rows_each(self) -> int:
+    def rows_per_example(self) -> int:
         """Return 2 for pairs of answers, else 1."""
         return self.train.rows_per_example
 

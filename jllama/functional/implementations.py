@@ -157,5 +157,7 @@ def attention(
         )
     reason = ATTENTION[implementation].refuses(query, key, mask)
     if reason:
-        raise UnsupportedAttention(f"the attention implementation {implementation!r} cannot serve {reason}")
+        raise UnsupportedAttention(
+            f"the attention implementation {implementation!r} cannot serve {reason}"
+        )
     return ATTENTION[implementation].function(query, key, value, mask)

@@ -136,7 +136,7 @@ class AdaptedMatrix:
         product = x @ self.base + self.scale * ((x @ self.a) @ self.b)
         return product if self.magnitude is None else product * self._stretch()
 
-    def merged(self) -> Array:
+    def merge(self) -> Array:
         """Return one array that gives the same products, with the axes of ``base``."""
         whole = self._sum()
         if self.magnitude is not None:

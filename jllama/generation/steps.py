@@ -41,14 +41,21 @@ class Block(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("config", "begins"), donate_argnames="cache")
 def prefill_chunk(
-    params: DecodeParams, config: LlamaConfig, cache: KVCache, tokens: Any, count: Any, cache_is_empty: bool
+    params: DecodeParams,
+    config: LlamaConfig,
+    cache: KVCache,
+    tokens: Any,
+    count: Any,
+    cache_is_empty: bool,
 ) -> tuple[Float[Array, "1 seq embed"], KVCache]:
     """Append the first ``count`` tokens of ``[1, seq]`` to a cache.
 
     Return their final activations and the cache.
     """
     llama = build_model(config, params)
-    return llama.decode(jnp.asarray(tokens), cache, jnp.asarray(count), cache_is_empty=cache_is_empty)
+    return llama.decode(
+        jnp.asarray(tokens), cache, jnp.asarray(count), cache_is_empty=cache_is_empty
+    )
 
 
 @functools.partial(jax.jit, static_argnames="config")

@@ -100,14 +100,14 @@ class Receipt:
         return self.arguments_bytes + self.temporaries_bytes
 
     @property
-    def most_bytes(self) -> int:
+    def max_bytes(self) -> int:
         """The memory that is needed at any time, also before the first step."""
         return max(self.needed_bytes, self.starting_bytes)
 
     @property
     def fits(self) -> bool:
         """Whether the device has that memory."""
-        return self.most_bytes <= self.device_memory_bytes
+        return self.max_bytes <= self.device_memory_bytes
 
     @property
     def times_s(self) -> dict[str, float]:

@@ -33,7 +33,12 @@ from jllama.generation.text import encode_prompt
 from jllama.language_model import LanguageModel
 from jllama.serve.engine import EngineThread
 from jllama.serve.tools import Dialect, call_grammar, check_tools, find_dialect
-from jllama.templates.messages import chat_format, find_template, openai_messages, template_variables
+from jllama.templates.messages import (
+    chat_format,
+    find_template,
+    openai_messages,
+    template_variables,
+)
 from jllama.templates.template import render
 
 NOT_SERVED = {

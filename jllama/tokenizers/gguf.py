@@ -44,7 +44,9 @@ def from_gguf(
     eos_id = value("eos_token_id", int, 2)
     check(len(kinds) == len(tokens), f"{len(tokens)} tokens but {len(kinds)} types of tokens")
     check(set(kinds) <= set(TokenType), "types of tokens other than 1 to 6")
-    with errors_as(f"{source} has tokens that are not text in UTF-8", TypeError, UnicodeEncodeError):
+    with errors_as(
+        f"{source} has tokens that are not text in UTF-8", TypeError, UnicodeEncodeError
+    ):
         "".join(tokens).encode()
     # 2. Leave out the unused tokens at the end, which are padding.
     used = [id for id, kind in enumerate(kinds) if kind != TokenType.UNUSED]

@@ -28,7 +28,7 @@ from jllama.devices import (
     loss_chunk_tokens,
 )
 from jllama.errors import UsageError
-from jllama.files import errors_as, read_lines, atomic_write
+from jllama.files import atomic_write, errors_as, read_lines
 from jllama.loggers import check_logger
 from jllama.model import check_attention
 from jllama.parameters import count_parameters
@@ -260,7 +260,7 @@ def load_initial_state(
         trainable = training.trainable
         rules = ruleset(config.mesh)
         params = load_params(
-            origin, trainable.load_dtype, training.mesh, rules=rules, held=trainable.convert
+            origin, trainable.load_dtype, training.mesh, rules=rules, convert=trainable.convert
         )
     return training.init(jax.random.key(config.seed), params)
 

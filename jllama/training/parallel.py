@@ -18,7 +18,7 @@ from jaxtyping import Array, Int
 from jllama.functional.linear import AdaptedMatrix
 from jllama.lora import dequantize
 from jllama.parameters import Params, map_by_path, parameter_table, shape_of
-from jllama.sharding import BATCH, gather_weight, gather_groups, row_spec, ruleset
+from jllama.sharding import BATCH, gather_groups, gather_weight, row_spec, ruleset
 from jllama.training.config import TrainConfig
 
 BY_HAND = ("data", "fsdp", "sequence")

@@ -17,7 +17,7 @@ from jllama.checkpoints.registry import check_target
 from jllama.checkpoints.run import CONFIG, METRICS, SAMPLES, read_config
 from jllama.config import DistributedConfig
 from jllama.errors import JllamaError, UsageError
-from jllama.files import append_line, read_lines, remove, atomic_write_text
+from jllama.files import append_line, atomic_write_text, read_lines, remove
 from jllama.report import command
 from jllama.training.config import OptimizerConfig, TrainConfig
 from jllama.training.optimizer import learning_rate_at

@@ -29,7 +29,7 @@ from jllama.data.batches import Batch
 from jllama.devices import keep_freed_memory, loss_chunk_tokens
 from jllama.errors import UsageError, check_fields, unknown_name
 from jllama.functional import choose_attention
-from jllama.model import Llama, LayerGather, build_model, check_attention, check_ids, initial_params
+from jllama.model import LayerGather, Llama, build_model, check_attention, check_ids, initial_params
 from jllama.parameters import Params
 from jllama.sharding import BATCH, gather_groups, make_mesh, ruleset, state_sharding
 from jllama.training.config import LoopConfig, TrainConfig

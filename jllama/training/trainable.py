@@ -14,7 +14,7 @@ from jaxtyping import Array, Key
 
 from jllama.config import LlamaConfig, LoraConfig
 from jllama.errors import UsageError
-from jllama.lora import adapt, freeze, convert_weight, initial_adapter, merge, import_qwix
+from jllama.lora import adapt, convert_weight, freeze, import_qwix, initial_adapter, merge
 from jllama.parameters import Params, parameter_table
 from jllama.training.config import TrainConfig
 

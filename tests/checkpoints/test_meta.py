@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from jllama import oracle
 from jllama.checkpoints import meta
 from jllama.checkpoints import tensors as tensors_module
-from jllama.checkpoints.meta import read, recognizes, concatenate_shards, write
+from jllama.checkpoints.meta import concatenate_shards, read, recognizes, write
 from jllama.checkpoints.tensors import Checkpoint, TensorsOfParams, load_params
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError, UsageError

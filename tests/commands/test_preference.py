@@ -88,8 +88,6 @@ def test_the_sample_is_an_answer_to_a_question_that_is_held_out(run):
 
 def test_the_question_is_what_stands_before_the_first_token_that_counts():
     tokens, counted = np.arange(20), np.isin(np.arange(20), [13, 14, 18])
-    held_out = ChatTokens(
-        tokens, counted, np.array([10, 16]), np.array([5, 4]), np.zeros(2, int)
-    )
+    held_out = ChatTokens(tokens, counted, np.array([10, 16]), np.array([5, 4]), np.zeros(2, int))
     data = ChatDataset(BytesTokenizer(), held_out, held_out, "", {})
     assert data.first_question() == [10, 11, 12]

@@ -488,9 +488,7 @@ def test_another_corpus_is_refused(workshop, copied, capsys, tmp_path):
     )
     noted, message = capsys.readouterr().err.splitlines()
     assert noted == f"data.path was {workshop.data['path']} and is {other}"
-    assert (
-        "was saved; restore what it was, or start a new run" in message
-    )
+    assert "was saved; restore what it was, or start a new run" in message
     assert everything(copied) == before
 
 

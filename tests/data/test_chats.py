@@ -316,7 +316,9 @@ def test_sources_are_drawn_by_weight_and_each_of_theirs_before_any_again(
     ]
     for number in range(1, count + 1):
         for source, weight in enumerate(weights):
-            own = [row for row in drawn[:number] if sources[row[0][0] // rows_per_example] == source]
+            own = [
+                row for row in drawn[:number] if sources[row[0][0] // rows_per_example] == source
+            ]
             assert abs(len(own) - weight / sum(weights) * number) < len(weights)
             times = collections.Counter(
                 dict.fromkeys(np.flatnonzero(sources == source).tolist(), 0)

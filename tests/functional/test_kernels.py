@@ -112,7 +112,8 @@ def test_without_tokamax_one_sentence_says_what_to_install(monkeypatch):
     for name in [name for name in sys.modules if name.startswith("tokamax.")]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(
-        UnsupportedAttention, match=r"tokamax, which can't be imported .*: pip install 'jllama\[cuda\]'"
+        UnsupportedAttention,
+        match=r"tokamax, which can't be imported .*: pip install 'jllama\[cuda\]'",
     ):
         attention(*draw(2, 1, 8, 8, 64, jnp.bfloat16), Mask(), "tokamax")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -83,7 +83,7 @@ def f(x):
 | short |
 
 ---
-The end: https://example.com/page."""  # noqa: E501
+The end: https://example.com/page."""
 WORDS = (
     "The lighthouse keeper counted the ships again, as on every evening, and wrote their "
     "names into his book."

@@ -13,7 +13,7 @@ from jllama import functional as F
 from jllama.decode_params import DecodeParams
 from jllama.errors import JllamaError
 from jllama.verify.checks import TOLERANCE, VISIBLE, random_params, run_checks
-from jllama.verify.conformance import compile_implementation, implementation_of, compiled_jllama
+from jllama.verify.conformance import compile_implementation, compiled_jllama, implementation_of
 from jllama.verify.equalities import (
     BFLOAT16_TOLERANCE,
     CONFIG,
@@ -182,7 +182,11 @@ def test_fewer_than_eight_devices_are_named():
 def with_mask(function, **wrong):
     """The model with one of its functions taken from a copy with another mask."""
     return JLLAMA._replace(
-        **{function: getattr(compile_implementation(implementation_of(model_with(**wrong))), function)}
+        **{
+            function: getattr(
+                compile_implementation(implementation_of(model_with(**wrong))), function
+            )
+        }
     )
 
 

@@ -11,7 +11,13 @@ from jllama.parameters import Params
 from jllama.verify.checks import VISIBLE, run_checks
 from jllama.verify.conformance import VARIANTS as ALL_VARIANTS
 from jllama.verify.conformance import conformance_checks, implementation_of
-from jllama.verify.mutations import MUTATIONS, Mutation, interleave_channels, model_with, mutation_checks
+from jllama.verify.mutations import (
+    MUTATIONS,
+    Mutation,
+    interleave_channels,
+    model_with,
+    mutation_checks,
+)
 from jllama.verify.reference_writers import FORMAT_WRITERS
 
 pytestmark = pytest.mark.slow
