@@ -77,7 +77,7 @@ class KVCache(NamedTuple):
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["cos", "sin", "mask", "slots"],
-    meta_fields=["implementation", "mesh", "begins"],
+    meta_fields=["implementation", "mesh", "cache_is_empty"],
 )
 @dataclasses.dataclass(frozen=True)
 class AttentionInputs:

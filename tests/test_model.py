@@ -454,14 +454,14 @@ def test_writes_past_the_end_are_dropped_and_shift_nothing(used):
             assert relative_error(small, large[:, :, :8]) < TOLERANCE
 
 
-@functools.partial(jax.jit, static_argnames="begins")
+@functools.partial(jax.jit, static_argnames="cache_is_empty")
 def decoded(params, tokens, cache, counts, cache_is_empty):
     llama = build_model(BASE, params)
     hidden, cache = llama.decode(tokens, cache, counts, cache_is_empty=cache_is_empty)
     return llama.logits(hidden), cache
 
 
-@pytest.mark.parametrize("begins", [False, True])
+@pytest.mark.parametrize("cache_is_empty", [False, True])
 @pytest.mark.parametrize("seq", [SHORT, 300])
 def test_rows_that_begin_equal_the_oracle_and_their_padding_is_not_written(seq, cache_is_empty):
     """Attention takes the cache or whole sequences, and these are long enough for blocks or not."""

@@ -50,7 +50,7 @@ def test_a_forward_pass_and_the_gradients_of_the_loss(dtype):
     assert {leaf.dtype.name for leaf in jax.tree.leaves(gradients)} == {dtype}
 
 
-@pytest.mark.parametrize("begins", [False, True])
+@pytest.mark.parametrize("cache_is_empty", [False, True])
 @pytest.mark.parametrize("quantize", [None, "int8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_forward_pass_with_a_cache(dtype, quantize, cache_is_empty):

@@ -39,7 +39,7 @@ class Block(NamedTuple):
     top: tuple[Int[Array, "steps batch top"], Float[Array, "steps batch top"]]
 
 
-@functools.partial(jax.jit, static_argnames=("config", "begins"), donate_argnames="cache")
+@functools.partial(jax.jit, static_argnames=("config", "cache_is_empty"), donate_argnames="cache")
 def prefill_chunk(
     params: DecodeParams,
     config: LlamaConfig,

@@ -237,7 +237,7 @@ def test_validation_has_every_conversation_once_in_order_and_one_shape(
         ]
 
 
-@pytest.mark.parametrize("rows_each", [1, 2])
+@pytest.mark.parametrize("rows_per_example", [1, 2])
 def test_a_part_of_validation_is_spread_evenly(rows_per_example):
     conversations = numbered([8] * 200, rows_per_example=rows_per_example)
     options = {"batch_size": 2, "seq_len": 15}

@@ -324,7 +324,7 @@ PLANTED = {
     ),
     "a neighbor attended": lambda patch: patch(
         jllama.model,
-        "spread_attention",
+        "sharded_attention",
         lambda mesh, q, k, v, mask, name: sharded_attention(mesh, q, k, v, F.Mask(), name),
     ),
 }
