@@ -20,7 +20,9 @@ def metas_matrices(config, params):
 
 
 def cut(state, count, style, num_kv_heads):
-    """What each of ``count`` ranks of Meta's model-parallel code holds; ``style`` is 2 or 3, the Llama."""
+    """What each of ``count`` ranks of Meta's model-parallel code holds; ``style`` is 2 or 3, the
+    Llama.
+    """
     state = state | {"rope.freqs": torch.ones(state["norm.weight"].shape[0] // 2)}
     arrays = {name: tensor.numpy() for name, tensor in state.items()}
     return [

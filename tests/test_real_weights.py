@@ -1,4 +1,5 @@
-"""SmolLM2-135M-Instruct, a real Llama: from GGUF to every format and back, against transformers, to the last token.
+"""SmolLM2-135M-Instruct, a real Llama: from GGUF to every format and back, against transformers, to
+the last token.
 
 Marked ``real_weights``; ``python tests/fetch_real_weights.py`` fetches the file.
 """

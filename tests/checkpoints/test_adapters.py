@@ -1,4 +1,6 @@
-"""Adapters: made for their base alone, read and written in every format, merged as they are unmerged."""
+"""Adapters: made for their base alone, read and written in every format, merged as they are
+unmerged.
+"""
 
 import dataclasses
 import functools
@@ -174,7 +176,9 @@ def test_other_names_in_peft_files(base, rename, tmp_path):
 
 
 def llama_cpps_rows(matrix, heads):
-    """``permute`` of llama.cpp's ``convert_hf_to_gguf.py``, which its converter of adapters applies to ``lora_b``."""
+    """``permute`` of llama.cpp's ``convert_hf_to_gguf.py``, which its converter of adapters applies
+    to ``lora_b``.
+    """
     return matrix.reshape(heads, 2, -1, matrix.shape[1]).swapaxes(1, 2).reshape(matrix.shape)
 
 
@@ -206,7 +210,9 @@ SQUARE_LORA = LoraConfig(rank=6, alpha=9.0, targets=("wq", "wk", "wo"))
 
 @pytest.fixture(scope="module")
 def square(tmp_path_factory):
-    """A base with matrices that are square, so that A and B can take each other's place; its adapter; its logits."""
+    """A base with matrices that are square, so that A and B can take each other's place; its
+    adapter; its logits.
+    """
     folder = tmp_path_factory.mktemp("square") / "hf"
     save(LanguageModel(SQUARE, weights(SQUARE)), folder, "hf")
     params = adapter_params(SQUARE, SQUARE_LORA)
@@ -339,7 +345,7 @@ def test_an_adapter_knows_its_base(base, tmp_path):
 
 
 def test_an_adapter_on_a_run_that_trained_one(base, tmp_path):
-    """The second was trained from the first, merged; the step is that of the adapter that is given."""
+    """The second was trained from the first, merged; the step is that of the given adapter."""
     first = run_of(base, "lora")
     lora = LoraConfig(rank=2, targets=("w_down",))
     fingerprint = base_fingerprint(open_checkpoint(first))
@@ -390,7 +396,10 @@ def test_what_does_not_fit_is_said(base, square, tmp_path):
         tmp_path / "peft",
         lambda name: name.replace("layers.1.self_attn.q_proj", "layers.1.self_attn.qkv"),
     )
-    message = r"layers.1.self_attn.q_proj.lora_A.weight is absent, expected .*qkv.lora_A.weight is \[6, 64\], expected none"
+    message = (
+        r"layers.1.self_attn.q_proj.lora_A.weight is absent, expected "
+        r".*qkv.lora_A.weight is \[6, 64\], expected none"
+    )
     with pytest.raises(JllamaError, match=message):
         open_checkpoint(base, adapter=tmp_path / "peft")
     convert(run, tmp_path / "adapter.gguf", to="gguf-lora")

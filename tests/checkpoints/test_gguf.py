@@ -1,4 +1,6 @@
-"""GGUF there and back, against the gguf package, transformers, llama.cpp's converter's formulas, and damaged files."""
+"""GGUF there and back, against the gguf package, transformers, llama.cpp's converter's formulas,
+and damaged files.
+"""
 
 import math
 import struct
@@ -229,7 +231,9 @@ def test_transformers_gives_the_same_logits(tmp_path):
 
 
 def valid_blocks(type_, shape, seed):
-    """QuantizedTensor rows: made by the package where it can, else random bytes whose scales are sensible numbers."""
+    """QuantizedTensor rows: made by the package where it can, else random bytes whose scales are
+    sensible numbers.
+    """
     rng = np.random.default_rng(seed)
     try:
         return quantize(rng.standard_normal(shape).astype(np.float32), type_)
@@ -323,7 +327,9 @@ def test_a_type_that_cannot_be_dequantized_is_refused_by_name(tmp_path, type_):
 
 
 def test_with_one_quantized_matrix_everything_is_float32(tmp_path, params):
-    """As llama.cpp's mixed files are: some matrices quantized, some float16 or bfloat16, norms float32."""
+    """As llama.cpp's mixed files are: some matrices quantized, some float16 or bfloat16, norms
+    float32.
+    """
     tensors = gguf_tensors(CONFIG, params)
     for name, tensor in tensors.items():
         if tensor.ndim == 2:
@@ -496,7 +502,9 @@ def test_chat_template_and_stop_ids(tmp_path, params):
 
 
 def with_tokens(monkeypatch, tokens):
-    """A stand-in for the tokenizer's own keys, so that what is tested here is what this module adds."""
+    """A stand-in for the tokenizer's own keys, so that what is tested here is what this module
+    adds.
+    """
     written_for = []
 
     def to_gguf(tokenizer, vocab_size):
@@ -882,8 +890,8 @@ def test_a_missing_tokenizer_is_said(tmp_path, llama_file, params, capsys):
     assert gguf.read(tmp_path / "m.gguf").tokenizer is None
     said = capsys.readouterr().err
     assert (
-        said
-        == f"note: {tmp_path / 'm.gguf'} has no tokenizer.ggml.model, so the model has no tokenizer\n"
+        said == f"note: {tmp_path / 'm.gguf'} has no tokenizer.ggml.model, "
+        "so the model has no tokenizer\n"
     )
 
 

@@ -1,4 +1,6 @@
-"""transformers loads what we write and computes what we compute; we read what it writes; the rest is one sentence."""
+"""transformers loads what we write and computes what we compute; we read what it writes; the rest
+is one sentence.
+"""
 
 import copy
 import dataclasses
@@ -230,7 +232,9 @@ def test_what_transformers_saves_is_read(name, shard_bytes, tmp_path):
     ],
 )
 def test_every_knob_of_the_config_moves_their_logits(name, changed, tmp_path):
-    """By a hundred times the tolerance: leaving one out of the file, or writing it wrong, would be seen above."""
+    """By a hundred times the tolerance: leaving one out of the file, or writing it wrong, would be
+    seen above.
+    """
     right = written(tmp_path / "right", opened(CONFIGS[name]))
     wrong = written(tmp_path / "wrong", opened(dataclasses.replace(CONFIGS[name], **changed)))
     assert (right / "model.safetensors").read_bytes() == (wrong / "model.safetensors").read_bytes()

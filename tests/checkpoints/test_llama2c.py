@@ -1,4 +1,6 @@
-"""llama2.c files there and back, against a reader and arithmetic put down here from run.c's description."""
+"""llama2.c files there and back, against a reader and arithmetic put down here from run.c's
+description.
+"""
 
 import struct
 from pathlib import Path
@@ -97,7 +99,9 @@ def run_c_weights(path: Path) -> tuple[tuple[int, ...], dict[str, np.ndarray]]:
 
 
 def run_c_forward(path: Path, tokens: list[int]) -> np.ndarray:
-    """``forward`` of run.c, one position after another, in float64: adjacent channels are turned together."""
+    """``forward`` of run.c, one position after another, in float64: adjacent channels are turned
+    together.
+    """
     (dim, _, layers, heads, kv_heads, _, _), w = run_c_weights(path)
     w = {name: weight.astype(np.float64) for name, weight in w.items()}
     head_size = dim // heads
@@ -178,7 +182,9 @@ def test_run_c_and_jllama_give_the_same_logits(tmp_path, tied, write):
 
 @pytest.mark.parametrize("write", WRITERS)
 def test_the_file_is_as_run_c_reads_it(tmp_path, write):
-    """Header, order, and the two tables of cosines and sines, which other readers of the format use."""
+    """Header, order, and the two tables of cosines and sines, which other readers of the format
+    use.
+    """
     params = random_params(CONFIG, 0)
     write(tmp_path / "model", CONFIG, params)
     header, weights = run_c_weights(tmp_path / "model" / "model.bin")

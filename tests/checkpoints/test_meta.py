@@ -1,4 +1,6 @@
-"""Meta's folders: shards of both styles joined to the model they were cut from, every field of params.json heeded."""
+"""Meta's folders: shards of both styles joined to the model they were cut from, every field of
+params.json heeded.
+"""
 
 import dataclasses
 import json
@@ -169,7 +171,9 @@ def test_logits_are_the_oracles_and_the_order_of_channels_matters(tmp_path, monk
 
 
 def test_a_written_model_is_read_by_metas_rotation(tmp_path):
-    """Meta's own rotary product, complex numbers over neighboring channels, on the matrices that are written."""
+    """Meta's own rotary product, complex numbers over neighboring channels, on the matrices that
+    are written.
+    """
     config = LlamaConfig(
         vocab_size=8, num_layers=1, embed_dim=512, num_heads=8, num_kv_heads=2, mlp_dim=8
     )
@@ -620,7 +624,10 @@ def test_shards_of_different_models_are_refused(tmp_path):
         shutil.copy(other / "consolidated.01.pth", folder)
         return folder
 
-    differs = r"another layers\.0\.attention_norm\.weight in consolidated\.01\.pth than in consolidated\.00\.pth"
+    differs = (
+        r"another layers\.0\.attention_norm\.weight in consolidated\.01\.pth "
+        r"than in consolidated\.00\.pth"
+    )
     refused(swapped(CONFIG, seed=1), differs)
     differs = (
         r"consolidated\.01\.pth and .*wq\.weight is bfloat16\[16, 32\], expected float32\[16, 32\]"
@@ -675,9 +682,10 @@ def test_every_missing_extra_and_misshapen_tensor_is_listed(tmp_path):
     assert "layers.1.attention.wo.weight is [32, 30], expected [32, 32]" in problems
     assert "layers.1.attention.wk.weight is [32], expected [8, 32]" in problems
     assert "norm.weight is [], expected [32]" in problems
-    half = [{"norm.weight": torch.ones(16)} | {k: v for k, v in shard.items() if k != "norm.weight"} for shard in cut(
-        metas_matrices(CONFIG, random_params(CONFIG, 0)), 2, 3, 2
-    )]  # fmt: skip
+    half = [
+        {"norm.weight": torch.ones(16)} | {k: v for k, v in shard.items() if k != "norm.weight"}
+        for shard in cut(metas_matrices(CONFIG, random_params(CONFIG, 0)), 2, 3, 2)
+    ]
     refused(
         save_folder(tmp_path / "y", half, params_json(CONFIG)),
         r"norm\.weight is \[16\], expected \[32\]",

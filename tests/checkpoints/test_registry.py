@@ -1,4 +1,6 @@
-"""Through every format and back, the same bytes; what a format cannot hold is refused; nothing is left half written."""
+"""Through every format and back, the same bytes; what a format cannot hold is refused; nothing is
+left half written.
+"""
 
 import dataclasses
 import inspect
@@ -63,7 +65,9 @@ def tensors_of(path):
 
 @st.composite
 def meta_models(draw):
-    """A configuration that Meta's format can hold, how many files, and whether llama2.c's can hold it too."""
+    """A configuration that Meta's format can hold, how many files, and whether llama2.c's can hold
+    it too.
+    """
     shards = draw(st.sampled_from([1, 2, 4, 8]))
     kv_heads = draw(st.sampled_from([1, 2, 8, 3 * shards]))
     heads = max(kv_heads, shards) * draw(st.sampled_from([1, 2]))
@@ -170,7 +174,9 @@ def test_the_dtype_asked_for(written, tmp_path, to):
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize("layout", ["decode", "training"])
 def test_what_is_loaded_is_saved_again(written, tmp_path, to, layout):
-    """From either layout, in every format, the same bits; the parameters themselves are written, not copies."""
+    """From either layout, in every format, the same bits; the parameters themselves are written,
+    not copies.
+    """
     model = load(written / "hf", layout=layout)
     save(model, tmp_path / to, to)
     assert_same_bits(stacked(tmp_path / to), PARAMS)
@@ -333,7 +339,8 @@ def test_nothing_is_written_into_the_source(tmp_path, written):
 
 
 def test_source_and_target_are_compared_as_files(tmp_path, written, monkeypatch):
-    """And not by their paths, which under a bind mount, or in a file system without case, differ for one folder.
+    """And not by their paths, which under a bind mount, or in a file system without case, differ
+    for one folder.
 
     Links that ``resolve`` does not follow look just so: another path to the same file.
     """
@@ -495,8 +502,8 @@ def test_quantized_as_it_is_loaded(written, to, dtype):
 def test_what_is_quantized_says_so(written):
     found = load(written / "gguf", quantize="int8")
     assert (
-        repr(found)
-        == "LanguageModel(llama, 2 layers, 34,720 parameters, int8, tokenizer of 300 tokens, from gguf)"
+        repr(found) == "LanguageModel(llama, 2 layers, 34,720 parameters, int8, "
+        "tokenizer of 300 tokens, from gguf)"
     )
 
 
@@ -519,7 +526,8 @@ def test_unknown_layout():
 
 def test_a_models_repr_is_one_line(written):
     assert repr(load(written / "hf")) == (
-        "LanguageModel(llama, 2 layers, 34,720 parameters, float32, tokenizer of 300 tokens, from hf)"
+        "LanguageModel(llama, 2 layers, 34,720 parameters, "
+        "float32, tokenizer of 300 tokens, from hf)"
     )
     assert (
         repr(LanguageModel(CONFIG, PARAMS))
@@ -691,7 +699,8 @@ import sys
 import jllama
 model = jllama.load(sys.argv[1])
 jllama.generate(model, ["a"], max_new_tokens=1)
-print(sorted({name.split(".")[0] for name in sys.modules} & {"orbax", "torch", "grain", "matplotlib"}))
+modules = {name.split(".")[0] for name in sys.modules}
+print(sorted(modules & {"orbax", "torch", "grain", "matplotlib"}))
 """
 
 

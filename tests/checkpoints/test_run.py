@@ -1,4 +1,6 @@
-"""Saved and restored bit for bit; the best is kept; what is not whole is not there; what differs is listed."""
+"""Saved and restored bit for bit; the best is kept; what is not whole is not there; what differs is
+listed.
+"""
 
 import dataclasses
 import json
@@ -154,8 +156,8 @@ def test_a_state_of_the_optimizer_in_another_form_is_told_from_another_model(fin
     with pytest.raises(JllamaError) as caught:
         checkpoints.restore(20, params, state)
     assert str(caught.value) == (
-        f"the checkpoint {finished.resolve() / '20'} is of another version, whose optimizer has another state: begin "
-        f"a new run from its weights, with init_from "
+        f"the checkpoint {finished.resolve() / '20'} is of another version, whose "
+        "optimizer has another state: begin a new run from its weights, with init_from "
         f"(state/opt_state/1/0/mu/embed is float32{[*embed.shape]}, expected float32[3])"
     )
 
@@ -208,7 +210,7 @@ def test_a_difference_in_the_optimizer_is_listed(finished):
 
 @pytest.mark.parametrize("read_only", [False, True])
 def test_half_written_steps_are_not_there(finished, tmp_path, read_only):
-    """What a kill in the middle of a save leaves: a folder under its temporary name, whole or not."""
+    """A kill in the middle of a save leaves a folder under its temporary name, whole or not."""
     folder = tmp_path / "checkpoints"
     shutil.copytree(finished, folder)
     shutil.copytree(folder / "20", folder / "30.orbax-checkpoint-tmp-7")
@@ -223,7 +225,9 @@ def test_half_written_steps_are_not_there(finished, tmp_path, read_only):
 
 
 def test_what_is_no_longer_wanted_is_never_half_there(tmp_path, monkeypatch):
-    """A kill while an old checkpoint is deleted: it has lost its name before it loses its first file."""
+    """A kill while an old checkpoint is deleted: it has lost its name before it loses its first
+    file.
+    """
     folder = tmp_path / "checkpoints"
     with monkeypatch.context() as killed:
         killed.setattr(RunCheckpoints, "_sweep", lambda self: None)

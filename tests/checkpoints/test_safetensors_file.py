@@ -1,4 +1,6 @@
-"""What the safetensors library writes is read bit for bit, and it reads what we write; bad files are one sentence."""
+"""What the safetensors library writes is read bit for bit, and it reads what we write; bad files
+are one sentence.
+"""
 
 import json
 import math
@@ -164,7 +166,9 @@ def test_conversion_is_to_nearest(tmp_path):
 
 
 def test_writing_streams(tmp_path, monkeypatch):
-    """Neither reading nor writing takes memory for more than a few blocks; the file itself is mapped."""
+    """Neither reading nor writing takes memory for more than a few blocks; the file itself is
+    mapped.
+    """
     monkeypatch.setattr(tensors, "BLOCK_BYTES", 1 << 16)
     source, copy = tmp_path / "source", tmp_path / "copy"
     write(source, {"a": np.arange(1 << 22, dtype=np.float32).reshape(1 << 12, -1)})
@@ -282,7 +286,9 @@ def test_a_file_cut_anywhere_is_refused(data, tmp_path_factory):
 
 @given(place=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255))
 def test_a_changed_byte_of_the_header_is_refused_or_harmless(place, byte, tmp_path_factory):
-    """Whatever our reader makes of a damaged header, it is an error of ours or what the library makes of it, too."""
+    """Whatever our reader makes of a damaged header, it is an error of ours or what the library
+    makes of it, too.
+    """
     path = tmp_path_factory.mktemp("flipped") / "file"
     write(path, arrays({"a": ("F32", [3, 4]), "b": ("BF16", [5])}))
     content = bytearray(path.read_bytes())

@@ -1,4 +1,6 @@
-"""Tensors in the files' layout and back, by blocks, reordered, sliced over a mesh; what differs is listed."""
+"""Tensors in the files' layout and back, by blocks, reordered, sliced over a mesh; what differs is
+listed.
+"""
 
 import subprocess
 import sys
@@ -63,7 +65,9 @@ def test_parameters_come_back_from_the_files_layout(config, seed):
 
 
 def test_the_layout_is_outputs_by_inputs():
-    """A product with each matrix in a file's layout, written out, is the product that the model takes."""
+    """A product with each matrix in a file's layout, written out, is the product that the model
+    takes.
+    """
     params = random_params(CONFIG, 0)
     read = opened(CONFIG, params).tensors
     x = np.random.default_rng(1).standard_normal(8)
@@ -145,8 +149,9 @@ def test_every_difference_is_listed(tmp_path):
         match_tensors(found, CONFIG, "huggingface", tmp_path)
     assert str(caught.value) == (
         f"{tmp_path} does not hold the model that its configuration describes: "
-        "model.layers.1.mlp.up_proj.weight is absent, expected [12, 8]; model.norm.weight is [9], expected [8]; "
-        "lm_head.weight is absent, expected [11, 8]; model.layers.2.mlp.up_proj.weight is [1], expected none"
+        "model.layers.1.mlp.up_proj.weight is absent, expected [12, 8]; "
+        "model.norm.weight is [9], expected [8]; lm_head.weight is absent, "
+        "expected [11, 8]; model.layers.2.mlp.up_proj.weight is [1], expected none"
     )
 
 
@@ -159,7 +164,9 @@ from jllama.errors import UsageError
 from jllama.sharding import MeshConfig, make_mesh, state_sharding
 from jllama.verify.checks import random_params
 
-config = LlamaConfig(vocab_size=12, num_layers=3, embed_dim=8, num_heads=4, num_kv_heads=2, head_dim=6, mlp_dim=20)
+config = LlamaConfig(
+    vocab_size=12, num_layers=3, embed_dim=8, num_heads=4, num_kv_heads=2, head_dim=6, mlp_dim=20
+)
 params = random_params(config, 0)
 largest = 0
 
@@ -187,7 +194,8 @@ for quantize in (None, "int8"):
     for array, expected in zip(*map(jax.tree.leaves, trees), strict=True):
         for shard in array.addressable_shards:
             np.testing.assert_array_equal(np.asarray(shard.data), expected[shard.index])
-    specs = {name: leaf.values.sharding.spec for name, leaf in loaded.weights["layers"]["2"].items() if "w" in name}
+    layer = loaded.weights["layers"]["2"]
+    specs = {name: leaf.values.sharding.spec for name, leaf in layer.items() if "w" in name}
     assert specs["wq"] == specs["w_up"] == jax.P("tensor", "fsdp")
     assert specs["wo"] == specs["w_down"] == jax.P("fsdp", "tensor")
 assert largest == 12, largest
@@ -211,5 +219,8 @@ def test_each_device_gets_its_slice_and_no_more_is_read(request):
         capture_output=True,
         text=True,
     )
-    refused = "the vocab axis of embed has size 12, which does not divide 8 ways: the nearest mesh.tensor that does is 6"
+    refused = (
+        "the vocab axis of embed has size 12, which does not divide 8 ways: "
+        "the nearest mesh.tensor that does is 6"
+    )
     assert done.stdout == f"{refused}\n", done.stderr

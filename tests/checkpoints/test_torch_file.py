@@ -1,4 +1,6 @@
-"""torch's own files read without torch, ours read by torch; files that lie, are cut short or call something are not."""
+"""torch's own files read without torch, ours read by torch; files that lie, are cut short or call
+something are not.
+"""
 
 import collections
 import importlib
@@ -200,9 +202,16 @@ def tensor_pickle(
     count, *rest = place
     arguments = b"".join(pickle.dumps(value, 2)[2:-1] for value in rest)
     return (
-        b"\x80\x02}X\1\0\0\0wc" + name + b"\n((X\7\0\0\0storagec" + storage + b"\nX\1\0\0\x000X\3\0\0\0cpu"
-        + pickle.dumps(count, 2)[2:-1] + b"tQ" + arguments + b"\x89}tRs."
-    )  # fmt: skip
+        b"\x80\x02}X\1\0\0\0wc"
+        + name
+        + b"\n((X\7\0\0\0storagec"
+        + storage
+        + b"\nX\1\0\0\x000X\3\0\0\0cpu"
+        + pickle.dumps(count, 2)[2:-1]
+        + b"tQ"
+        + arguments
+        + b"\x89}tRs."
+    )
 
 
 def test_the_pickle_that_these_tests_vary_is_good(tmp_path):
@@ -250,14 +259,29 @@ HOSTILE = {
     "a new object": (b"\x80\x02ccollections\nOrderedDict\n)\x81.", "pickle operation NEWOBJ"),
     "an extension": (b"\x80\x02\x82\x01.", "pickle operation EXT1"),
     "a persistent id in text": (b"Pos.system\n.", "pickle operation PERSID"),
-    "an unpickler's module": (b"\x80\x02cjllama.checkpoints.torch_file\nread_torch_file\n.", "read_torch_file"),
-    "a name put together": (b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x04exit\x85R.", "'os.system'"),
+    "an unpickler's module": (
+        b"\x80\x02cjllama.checkpoints.torch_file\nread_torch_file\n.",
+        "read_torch_file",
+    ),
+    "a name put together": (
+        b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x04exit\x85R.",
+        "'os.system'",
+    ),
     "a name from the memo": (b"\x80\x04\x8c\x06system\x94\x8c\x02os\x94h\x00\x93.", "'os.system'"),
-    "a dotted name": (b"\x80\x04\x8c\x0bcollections\x8c\x14OrderedDict.__init__\x93.", "OrderedDict.__init__"),
+    "a dotted name": (
+        b"\x80\x04\x8c\x0bcollections\x8c\x14OrderedDict.__init__\x93.",
+        "OrderedDict.__init__",
+    ),
     "a name in another module": (b"\x80\x04\x8c\x05torch\x8c\x14hub.load_state_dict.\x93.", "hub"),
     "a name that is no text": (b"\x80\x04K\x01K\x02\x93.", "damaged"),
-    "a name that splits elsewhere": (b"\x80\x02ccollections.OrderedDict os\nsystem\n.", "do not trust"),
-    "attributes of a class": (b"\x80\x02ccollections\nOrderedDict\n}X\1\0\0\0aK\1sb.", "no dictionary of tensors"),
+    "a name that splits elsewhere": (
+        b"\x80\x02ccollections.OrderedDict os\nsystem\n.",
+        "do not trust",
+    ),
+    "attributes of a class": (
+        b"\x80\x02ccollections\nOrderedDict\n}X\1\0\0\0aK\1sb.",
+        "no dictionary of tensors",
+    ),
     "a gigantic memo": (b"\x80\x02}r\xff\xff\xff\x7f0.", "pickle operation POP"),
     "hashing for ever": (b"\x80\x02})" + b"q\x00h\x00\x86" * 99 + b"K\1s.", "not text"),
     "a list": (b"\x80\x02].", "pickle operation EMPTY_LIST"),
@@ -275,28 +299,67 @@ HOSTILE = {
     "a forgotten memo": (b"\x80\x02h\5.", "damaged"),
     "past a mark": (b"\x80\x02)(R.", "damaged"),
     "an odd number of items": (b"\x80\x02}(X\1\0\0\0au.", "damaged"),
-    "a text of 64-bit length": (b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\x7f.", "pickle operation BINUNICODE8"),
+    "a text of 64-bit length": (
+        b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\x7f.",
+        "pickle operation BINUNICODE8",
+    ),
     "a text longer than the file": (b"\x80\x02X\xff\xff\xff\xffa.", "damaged"),
     "an object of a storage": (tensor_pickle(storage=b"os\nsystem"), "'os.system'"),
-    "a storage that is a call": (tensor_pickle(storage=b"collections\nOrderedDict"), "in a way that torch does not"),
-    "whole numbers": (tensor_pickle(storage=b"torch\nLongStorage"), "torch.LongStorage; jllama reads float64"),
-    "float8": (tensor_pickle(name=b"torch._utils\n_rebuild_tensor_v3"), "_rebuild_tensor_v3; jllama reads float64"),
-    "a longer storage": (tensor_pickle(place=(13, 0, (3, 4), (4, 1))), "48 bytes where data/0 must have 13 numbers"),
-    "a shorter storage": (tensor_pickle(place=(11, 0, (11,), (1,))), "48 bytes where data/0 must have 11 numbers"),
-    "another width": (tensor_pickle(storage=b"torch\nHalfStorage"), "48 bytes where data/0 must have 12 numbers"),
+    "a storage that is a call": (
+        tensor_pickle(storage=b"collections\nOrderedDict"),
+        "in a way that torch does not",
+    ),
+    "whole numbers": (
+        tensor_pickle(storage=b"torch\nLongStorage"),
+        "torch.LongStorage; jllama reads float64",
+    ),
+    "float8": (
+        tensor_pickle(name=b"torch._utils\n_rebuild_tensor_v3"),
+        "_rebuild_tensor_v3; jllama reads float64",
+    ),
+    "a longer storage": (
+        tensor_pickle(place=(13, 0, (3, 4), (4, 1))),
+        "48 bytes where data/0 must have 13 numbers",
+    ),
+    "a shorter storage": (
+        tensor_pickle(place=(11, 0, (11,), (1,))),
+        "48 bytes where data/0 must have 11 numbers",
+    ),
+    "another width": (
+        tensor_pickle(storage=b"torch\nHalfStorage"),
+        "48 bytes where data/0 must have 12 numbers",
+    ),
     "a negative storage": (tensor_pickle(place=(-1, 0, (1,), (1,))), "must have -1 numbers"),
-    "past the end": (tensor_pickle(place=(12, 1, (3, 4), (4, 1))), r"\(3, 4\).*from number 1.*inside its storage"),
-    "strides past the end": (tensor_pickle(place=(12, 0, (3, 4), (5, 1))), "inside its storage of 12"),
-    "an absurd size": (tensor_pickle(place=(12, 0, (2**62, 2**62), (1, 1))), "inside its storage of 12"),
-    "a size made of nothing": (tensor_pickle(place=(12, 0, (2**62, 4), (0, 1))), "inside its storage of 12"),
+    "past the end": (
+        tensor_pickle(place=(12, 1, (3, 4), (4, 1))),
+        r"\(3, 4\).*from number 1.*inside its storage",
+    ),
+    "strides past the end": (
+        tensor_pickle(place=(12, 0, (3, 4), (5, 1))),
+        "inside its storage of 12",
+    ),
+    "an absurd size": (
+        tensor_pickle(place=(12, 0, (2**62, 2**62), (1, 1))),
+        "inside its storage of 12",
+    ),
+    "a size made of nothing": (
+        tensor_pickle(place=(12, 0, (2**62, 4), (0, 1))),
+        "inside its storage of 12",
+    ),
     "a negative offset": (tensor_pickle(place=(12, -1, (3,), (1,))), "inside its storage of 12"),
     "a negative stride": (tensor_pickle(place=(12, 6, (3,), (-1,))), "inside its storage of 12"),
     "a negative size": (tensor_pickle(place=(12, 6, (-3,), (1,))), "inside its storage of 12"),
     "an empty tensor": (tensor_pickle(place=(12, 0, (0, 4), (4, 1))), "empty"),
     "an empty tensor of absurd size": (tensor_pickle(place=(12, 0, (0, 2**99), (1, 0))), "empty"),
-    "more sizes than strides": (tensor_pickle(place=(12, 0, (3, 4), (4,))), "inside its storage of 12"),
+    "more sizes than strides": (
+        tensor_pickle(place=(12, 0, (3, 4), (4,))),
+        "inside its storage of 12",
+    ),
     "many axes": (tensor_pickle(place=(12, 0, (1,) * 99, (1,) * 99)), "inside its storage of 12"),
-    "a size that is no number": (tensor_pickle(place=(12, 0, ("3",), (1,))), "inside its storage of 12"),
+    "a size that is no number": (
+        tensor_pickle(place=(12, 0, ("3",), (1,))),
+        "inside its storage of 12",
+    ),
 }  # fmt: skip
 
 
