@@ -235,10 +235,11 @@ GrammarKind = Literal["json_schema", "regex", "lark"]
 class Grammar(NamedTuple):
     """What a text must match from its first to its last character.
 
-    Example::
-
-        year = jllama.Grammar("regex", "[0-9]{4}")
-        print(jllama.generate(model, "Llamas were tamed in ", grammar=year)[0].text)
+    Examples:
+        >>> model = jllama.load("smollm2/")
+        >>> yes_or_no = jllama.Grammar("regex", "yes|no")
+        >>> jllama.generate(model, "Is it? ", grammar=yes_or_no)[0].text in ("yes", "no")
+        True
     """
 
     kind: GrammarKind

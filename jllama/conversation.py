@@ -65,10 +65,10 @@ def chat(
     Raises:
         JllamaError: as ``chat_ids``, and if the conversation exceeds the context.
 
-    Example::
-
-        answer = jllama.chat(model, [{"role": "user", "content": "Hello!"}], max_new_tokens=100)
-        print(answer.text)
+    Examples:
+        >>> model = jllama.load("smollm2/")
+        >>> messages = [{"role": "user", "content": "Hello!"}]
+        >>> answer = jllama.chat(model, messages, max_new_tokens=4).text
     """
     ids, limits = _prepare(model, messages, template, max_new_tokens)
     return generate(model, ids, sampling, stop=stop, **limits, **fields)[0]
@@ -84,11 +84,11 @@ class Conversation:
         messages: the conversation so far, as in ``chat``.
         engine: the engine that caches keys and values; None: made for the first answer.
 
-    Example::
-
-        conversation = jllama.Conversation(model)
-        for piece in conversation.answer("What is a llama?", max_new_tokens=200, temperature=0.7):
-            print(piece, end="", flush=True)
+    Examples:
+        >>> model = jllama.load("smollm2/")
+        >>> conversation = jllama.Conversation(model)
+        >>> pieces = conversation.answer("Hello!", max_new_tokens=4, temperature=0.7)
+        >>> text = "".join(pieces)  # or show each piece as it comes
     """
 
     model: LanguageModel

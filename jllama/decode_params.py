@@ -24,10 +24,11 @@ class DecodeParams:
     the same ``joined`` in the table of parameters are one, with their outputs concatenated: one
     product with few tokens is faster than several.
 
-    Example::
-
-        params = jllama.decode_layout(params, config)
-        print(params.dtype, params.weights["layers"]["0"].keys())
+    Examples:
+        >>> model = jllama.load("smollm2/", layout="training")
+        >>> params = jllama.decode_layout(model.params, model.config)
+        >>> isinstance(params, jllama.DecodeParams)
+        True
     """
 
     weights: dict[str, Any]
@@ -58,10 +59,9 @@ def decode_layout(
         quantize: ``int8`` makes integers, with one scale for each output.
         joins: whether to join matrices; None: if they are on one device.
 
-    Example::
-
-        params = jllama.decode_layout(state.params, config, "int8")
-        logits = jllama.build_model(config, params)(tokens)
+    Examples:
+        >>> model = jllama.load("smollm2/", layout="training")
+        >>> params = jllama.decode_layout(model.params, model.config)
     """
     if joins is None:
         leaf = jax.tree.leaves(params)[0]

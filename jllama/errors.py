@@ -27,8 +27,9 @@ class JllamaError(Exception):
     The message is one sentence: what was found, what was expected, what to do. Further arguments
     are lines printed below it.
 
-    >>> print(JllamaError("model.json is not JSON: write it again"))
-    model.json is not JSON: write it again
+    Examples:
+        >>> print(JllamaError("model.json is not JSON: write it again"))
+        model.json is not JSON: write it again
     """
 
     def __str__(self) -> str:
@@ -38,12 +39,13 @@ class JllamaError(Exception):
 class UsageError(JllamaError):
     """An error in the command line, the configuration or an argument (exit code 2).
 
-    >>> import jllama
-    >>> try:
-    ...     jllama.preset("llama3.2-1")
-    ... except jllama.UsageError as error:
-    ...     print(error)
-    there is no preset llama3.2-1; did you mean llama3.2-1b?
+    Examples:
+        >>> import jllama
+        >>> try:
+        ...     jllama.preset("llama3.2-1")
+        ... except jllama.UsageError as error:
+        ...     print(error)
+        there is no preset llama3.2-1; did you mean llama3.2-1b?
     """
 
 

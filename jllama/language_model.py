@@ -35,10 +35,10 @@ class LanguageModel:
         step: for a training run, the step of the parameters.
         source: the name of the file or folder that it was loaded from.
 
-    Example::
-
-        model = jllama.load("runs/quickstart")
-        logits = model([[1, 15, 8]])  # [batch, seq, vocab]
+    Examples:
+        >>> model = jllama.load("smollm2/")
+        >>> model([[1, 2, 3]]).shape
+        (1, 3, 300)
     """
 
     config: LlamaConfig

@@ -52,10 +52,11 @@ class KVCache(NamedTuple):
         values: the same of the values.
         lengths: how many tokens each row has; later slots are never read.
 
-    >>> config = LlamaConfig(vocab_size=61, num_layers=2, embed_dim=64, num_heads=4, max_seq_len=32)
-    >>> cache = KVCache.zeros(config, batch=3, max_len=16)
-    >>> print(len(cache.keys), cache.keys[0].shape, cache.lengths)
-    2 (3, 4, 16, 16) [0 0 0]
+    Examples:
+        >>> config = LlamaConfig(61, num_layers=2, embed_dim=64, num_heads=4, max_seq_len=32)
+        >>> cache = KVCache.zeros(config, batch=3, max_len=16)
+        >>> print(len(cache.keys), cache.keys[0].shape, cache.lengths)
+        2 (3, 4, 16, 16) [0 0 0]
     """
 
     keys: tuple[Float[Array, "batch kv_heads max_len head_dim"], ...]
@@ -291,12 +292,11 @@ class Llama(_Module):
         chunk_tokens: how many tokens' logits the loss makes at a time; None for what suits this
             machine.
 
-    Example::
-
-        llama = build_model(config, params)  # of either layout
-        logits = llama(tokens)  # [batch, seq, vocab]
-        hidden = llama.hidden(tokens[:, :-1])
-        total, count = llama.loss(hidden, tokens[:, 1:], mask)
+    Examples:
+        >>> model = jllama.load("smollm2/", layout="training")
+        >>> llama = jllama.build_model(model.config, model.params)
+        >>> llama(jnp.array([[1, 2, 3]])).shape
+        (1, 3, 300)
     """
 
     chunk_tokens: int | None = None
@@ -377,10 +377,11 @@ class Llama(_Module):
             cache: keys and values of the tokens so far. If it is donated to a compiled function, it
                 is updated in place.
             counts: how many of each row's tokens are real.
-            begins: whether all rows are empty. Attention then has whole sequences, which kernels
-                are made for.
+            cache_is_empty: whether all rows are empty. Attention then has whole sequences, which
+                kernels are made for.
             attention: a name of ``functional.ATTENTION``; ``auto`` asks
-                ``functional.choose_cache_attention`` or, with ``cache_is_empty``, ``choose_attention``.
+                ``functional.choose_cache_attention`` or, with ``cache_is_empty``,
+                ``choose_attention``.
 
         Returns:
             The activations as from ``hidden``, with the same errors, and the longer cache.
@@ -609,11 +610,11 @@ def build_model(config: LlamaConfig, params: Params | DecodeParams) -> Llama:
     Raises:
         UsageError: the embedding does not have one row for each id of the vocabulary.
 
-    Example::
-
-        @jax.jit
-        def logits(params, tokens):
-            return build_model(config, params)(tokens)
+    Examples:
+        >>> config = jllama.LlamaConfig(512, num_layers=2, embed_dim=64, num_heads=4)
+        >>> params = jllama.initial_params(jax.random.key(0), config)
+        >>> jllama.build_model(config, params)(jnp.array([[1, 2, 3]])).shape
+        (1, 3, 512)
     """
     if isinstance(params, DecodeParams):
         weights = params.weights
@@ -640,11 +641,10 @@ def initial_params(key: Array, config: LlamaConfig) -> Params:
 
     It works under ``jax.jit`` and ``jax.eval_shape``.
 
-    Example::
-
-        config = jllama.LlamaConfig(vocab_size=61, num_layers=2, embed_dim=64, num_heads=4)
-        params = jllama.initial_params(jax.random.key(0), config)
-        params["layers"]["wq"].shape  # (2, 64, 4, 16)
+    Examples:
+        >>> config = jllama.LlamaConfig(512, num_layers=2, embed_dim=64, num_heads=4)
+        >>> jllama.initial_params(jax.random.key(0), config)["embed"].shape
+        (512, 64)
     """
     return nnx.to_pure_dict(nnx.state(Llama(config, nnx.Rngs(key))))
 

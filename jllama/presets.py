@@ -56,8 +56,9 @@ def preset(name: str) -> LlamaConfig:
     Raises:
         UsageError: no preset has this name.
 
-    >>> preset("llama3.2-1b").num_layers
-    16
+    Examples:
+        >>> preset("llama3.2-1b").num_layers
+        16
     """
     if name not in PRESETS:
         raise unknown_name("preset", name, PRESETS)

@@ -32,8 +32,9 @@ class RopeScaling:
     ``keep``, from 0 to 1, depends on the type and on the pair. A class may override ``keep`` or all
     of ``frequencies``.
 
-    >>> LinearScaling(2.0).frequencies(head_dim=4, theta=10_000.0, length=8192)
-    [0.5, 0.005]
+    Examples:
+        >>> LinearScaling(2.0).frequencies(head_dim=4, theta=10_000.0, length=8192)
+        [0.5, 0.005]
     """
 
     type: str = dataclasses.field(default="", init=False)
@@ -135,8 +136,9 @@ class LinearScaling(RopeScaling):
 
     Source: Chen et al. 2023 (arXiv:2306.15595).
 
-    >>> LinearScaling(4.0).frequencies(head_dim=2, theta=10_000.0, length=8192)
-    [0.25]
+    Examples:
+        >>> LinearScaling(4.0).frequencies(head_dim=2, theta=10_000.0, length=8192)
+        [0.25]
     """
 
     type = "linear"
@@ -152,8 +154,9 @@ class DynamicScaling(RopeScaling):
     frequency, that of the last pair is divided by ``stretch``.
     Source: Peng et al. 2023, sections 3.1 and 3.3 (arXiv:2309.00071).
 
-    >>> DynamicScaling(2.0).frequencies(head_dim=4, theta=10_000.0, length=16_384)
-    [1.0, 0.0033333333333333335]
+    Examples:
+        >>> DynamicScaling(2.0).frequencies(head_dim=4, theta=10_000.0, length=16_384)
+        [1.0, 0.0033333333333333335]
     """
 
     original_max_seq_len: int = 8192
@@ -176,8 +179,9 @@ class Llama3Scaling(RopeScaling):
     original context. Pairs that turn often keep their frequency.
     Source: Meta's reference, ``apply_scaling`` (arXiv:2407.21783, section 3.4.2).
 
-    >>> Llama3Scaling(8.0).frequencies(head_dim=4, theta=500_000.0, length=8192)[0]
-    1.0
+    Examples:
+        >>> Llama3Scaling(8.0).frequencies(head_dim=4, theta=500_000.0, length=8192)[0]
+        1.0
     """
 
     low_freq_factor: float = 1.0
@@ -212,8 +216,9 @@ class YarnScaling(RopeScaling):
         of
     turns is that of the authors' code.
 
-    >>> YarnScaling(1.0).attention_factor
-    1.0
+    Examples:
+        >>> YarnScaling(1.0).attention_factor
+        1.0
     """
 
     original_max_seq_len: int = 8192

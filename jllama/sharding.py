@@ -53,9 +53,10 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     Raises:
         UsageError: the product of the sizes is not the number of devices.
 
-    >>> import jax
-    >>> dict(make_mesh(MeshConfig(), jax.devices()[:1]).shape)
-    {'data': 1, 'fsdp': 1, 'sequence': 1, 'tensor': 1}
+    Examples:
+        >>> import jax
+        >>> dict(make_mesh(MeshConfig(), jax.devices()[:1]).shape)
+        {'data': 1, 'fsdp': 1, 'sequence': 1, 'tensor': 1}
     """
     devices = jax.devices() if devices is None else devices
     sizes = {name: getattr(config, name) for name in AXES}

@@ -60,9 +60,9 @@ class Format:
         is_file: The format is a file, not a folder.
         suffix: For targets with this suffix ``jllama convert`` chooses the format itself.
 
-    Example::
-
-        jllama.FORMATS["npz"] = jllama.Format("an .npz file", recognizes, read, write, is_file=True)
+    Examples:
+        >>> sorted(jllama.FORMATS)
+        ['gguf', 'hf', 'llama2c', 'meta', 'orbax'...]
     """
 
     description: str
@@ -156,10 +156,10 @@ def load(
         JllamaError: There is no such checkpoint, or something in it is wrong; the message names it.
         UsageError: An argument does not fit the checkpoint.
 
-    Example::
-
-        model = jllama.load("runs/quickstart")
-        model = jllama.load("model.gguf", quantize="int8")
+    Examples:
+        >>> model = jllama.load("smollm2/")  # or a run, "org/name", a Meta, GGUF or llama2.c file
+        >>> model.config.num_layers
+        1
     """
     _cache_compiled_programs()
     if dtype is not None:
@@ -226,9 +226,10 @@ def _float_dtype(dtype: Any) -> np.dtype:
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load the tokenizer of a checkpoint or hub id, or of a tokenizer's own file or folder.
 
-    Example::
-
-        ids = jllama.load_tokenizer("runs/quickstart").encode("Once upon a time")
+    Examples:
+        >>> tokenizer = jllama.load_tokenizer("smollm2/")
+        >>> tokenizer.decode(tokenizer.encode("Once"))
+        'Once'
     """
     source = _local(path)
     if has_tokenizer(source) or not _recognize(source):
@@ -261,9 +262,9 @@ def save(
         JllamaError: The format cannot hold this model, ``path`` exists, or the disk is too small.
         UsageError: There is no such format or dtype.
 
-    Example::
-
-        jllama.save(model, "model.gguf", format="gguf", dtype="q8_0")
+    Examples:
+        >>> model = jllama.load("smollm2/")
+        >>> jllama.save(model, "saved.gguf", format="gguf", overwrite=True)
     """
     check_names("format", format, dtype)
     saved = tensors.TensorsOfParams(model.config, model.params)
@@ -292,9 +293,8 @@ def convert(
     Arguments and errors are those of ``load`` and ``save``. If ``dtype`` is None, every tensor
     keeps its own. A target that is the source, holds it or lies in it is refused.
 
-    Example::
-
-        jllama.convert("runs/quickstart", "quickstart.gguf", to="gguf", dtype="q8_0")
+    Examples:
+        >>> checkpoint = jllama.convert("smollm2/", "converted.gguf", to="gguf", overwrite=True)
     """
     check_names("to", to, dtype)
     local = _local(source)

@@ -255,9 +255,9 @@ def load_params(
         mesh: Splits the parameters over devices; None puts them on the first device.
         on_progress: Receives the bytes read, counted in ``dtype``.
         rules: The mesh axes that each parameter axis may be split over.
-        convert: ``convert(path, stack)`` returns the replacement of each parameter. It is called before
-            the next parameter is read, the largest first, so that a device holds one at a time as
-            it was read.
+        convert: ``convert(path, stack)`` returns the replacement of each parameter. It is called
+            before the next parameter is read, the largest first, so that a device holds one at a
+            time as it was read.
 
     Raises:
         UsageError: An axis does not divide over the mesh.

@@ -39,10 +39,11 @@ class Batch(NamedTuple):
     one the odd index after it. ``reference`` is the summed log-probability of a row's targets under
     the model before training.
 
-    >>> tokens = np.array([[5, 6, 7, 0]])
-    >>> batch = Batch(tokens, segments=np.array([[1, 1, 1, 0]]), counted=tokens == 7)
-    >>> batch.tokens[batch.counted].tolist()
-    [7]
+    Examples:
+        >>> tokens = np.array([[5, 6, 7, 0]])
+        >>> batch = Batch(tokens, segments=np.array([[1, 1, 1, 0]]), counted=tokens == 7)
+        >>> batch.tokens[batch.counted].tolist()
+        [7]
     """
 
     tokens: Any  # Int32[Array, "rows window"]
@@ -61,9 +62,10 @@ def text_batch(
         bos_id: the token that begins a document, and so a segment.
         counted: ``Bool[Array, "rows window"]``, which tokens are learned; by default all.
 
-    >>> batch = text_batch(np.array([[7, 8, 1, 9]]), bos_id=1)
-    >>> batch.segments.tolist()
-    [[1, 1, 2, 2]]
+    Examples:
+        >>> batch = text_batch(np.array([[7, 8, 1, 9]]), bos_id=1)
+        >>> batch.segments.tolist()
+        [[1, 1, 2, 2]]
     """
     windows = windows.astype(np.int32)
     segments = 1 + np.cumsum(windows == bos_id, axis=1, dtype=np.int32)
@@ -80,8 +82,8 @@ class ChatTokens:
     marks are learned. It belongs to source ``sources[i]``. Source ``s`` provides the share
     ``weights[s]`` of the rows that are drawn.
 
-    ``rows_per_example`` is 1, or 2 for pairs: then conversations ``2i`` and ``2i + 1`` are a preferred and
-    a rejected answer, each with its ``reference`` (see ``Batch``).
+    ``rows_per_example`` is 1, or 2 for pairs: then conversations ``2i`` and ``2i + 1`` are a
+    preferred and a rejected answer, each with its ``reference`` (see ``Batch``).
     """
 
     tokens: _Tokens
@@ -121,9 +123,10 @@ def training_batches(
     Raises:
         JllamaError: the text is shorter than one batch.
 
-    >>> batches = training_batches(np.arange(9), bos_id=0, batch_size=2, seq_len=3, seed=0)
-    >>> next(batches).tokens.shape
-    (2, 4)
+    Examples:
+        >>> batches = training_batches(np.arange(9), bos_id=0, batch_size=2, seq_len=3, seed=0)
+        >>> next(batches).tokens.shape
+        (2, 4)
     """
     num_needed = batch_size * seq_len + 1
     if len(tokens) < num_needed:

@@ -60,10 +60,10 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
     Raises:
         JllamaError: a file cannot be read or cached, or the text is too short.
 
-    Example::
-
-        data = jllama.prepare_data(jllama.DataConfig("stories.txt", tokenizer="bytes"))
-        batches = data.training_batches(batch_size=8, seq_len=64, seed=0)
+    Examples:
+        >>> data = jllama.prepare_data(jllama.DataConfig(path="my_texts/", tokenizer="bytes"))
+        >>> data.tokenizer.vocab_size
+        259
     """
     # 1. Identify the corpus.
     cache = cache_dir(config)

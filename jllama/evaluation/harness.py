@@ -233,8 +233,9 @@ def generation_arguments(arguments: Json) -> tuple[list[str], int, SamplingParam
 
     Sampling is greedy unless ``do_sample`` is true or, if it is not set, ``temperature > 0``.
 
-    >>> generation_arguments({"until": ["Q:"], "max_gen_toks": 32})[:2]
-    (['Q:'], 32)
+    Examples:
+        >>> generation_arguments({"until": ["Q:"], "max_gen_toks": 32})[:2]
+        (['Q:'], 32)
 
     Raises:
         JllamaError: an argument is unknown.

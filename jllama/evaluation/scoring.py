@@ -39,7 +39,13 @@ class TextScore(NamedTuple):
 
     @property
     def perplexity(self) -> float:
-        """The exponential of the loss, which depends on the tokenizer."""
+        """The exponential of the loss, which depends on the tokenizer.
+
+        Examples:
+            >>> model = jllama.load("smollm2/")
+            >>> jllama.perplexity(model, "The quick brown fox") > 1
+            True
+        """
         return math.exp(min(self.loss, 700.0))
 
     @property
@@ -134,8 +140,9 @@ def sliding_windows(length: int, window: int, stride: int) -> Iterator[tuple[int
     ``window``), with as many before them as fit. ``sequence[start:end]`` has up to ``window + 1``
     tokens, as its last token is only predicted.
 
-    >>> list(sliding_windows(10, window=4, stride=3))
-    [(0, 5, 4), (3, 8, 3), (5, 10, 2)]
+    Examples:
+        >>> list(sliding_windows(10, window=4, stride=3))
+        [(0, 5, 4), (3, 8, 3), (5, 10, 2)]
     """
     end = 1
     while end < length:
@@ -163,9 +170,10 @@ def perplexity(
             window.
         batch_size: how many windows go through the model at once.
 
-    Example::
-
-        print(jllama.perplexity(jllama.load("runs/quickstart"), "To be, or not to be"))
+    Examples:
+        >>> model = jllama.load("smollm2/")
+        >>> jllama.perplexity(model, "The quick brown fox") > 1
+        True
     """
     sizes = window_sizes(model, window, stride)
     return score_texts(model, [text], batch_size=batch_size, **sizes).perplexity

@@ -60,9 +60,10 @@ class Mask(NamedTuple):
 
         It covers ``seq`` queries from ``first`` on, and ``kv_seq`` keys from ``first_key`` on.
 
-        >>> print(Mask().dense(2, 3).astype(int))
-        [[[1 0 0]
-          [1 1 0]]]
+        Examples:
+            >>> print(Mask().dense(2, 3).astype(int))
+            [[[1 0 0]
+              [1 1 0]]]
         """
         keys = first_key + jnp.arange(kv_seq)
         queries = first + jnp.arange(seq)

@@ -22,10 +22,11 @@ def embedding(
     order in which its threads arrive, which differs from run to run. There, tokens are therefore
     sorted first, and their gradients are added in float32.
 
-    >>> print(embedding(jnp.array([[0.0, 1.0], [2.0, 3.0]]), jnp.array([[1, 0, 1]])))
-    [[[2. 3.]
-      [0. 1.]
-      [2. 3.]]]
+    Examples:
+        >>> print(embedding(jnp.array([[0.0, 1.0], [2.0, 3.0]]), jnp.array([[1, 0, 1]])))
+        [[[2. 3.]
+          [0. 1.]
+          [2. 3.]]]
     """
     if isinstance(table, DecodeMatrix):
         return table[tokens]

@@ -95,8 +95,9 @@ def choose_attention(
         packed: whether documents must be kept apart, which cuDNN cannot. The faster kernel that can
             needs the package ``tokamax``.
 
-    >>> choose_attention(512, 512), choose_attention(1, 512)
-    ('blocked', 'reference')
+    Examples:
+        >>> choose_attention(512, 512), choose_attention(1, 512)
+        ('blocked', 'reference')
     """
     is_whole = 0 < seq == kv_seq
     if is_whole and seq >= SHORT_TOKENS:
@@ -137,9 +138,10 @@ def attention(
         ValueError: there is no such implementation, or it cannot serve these arguments
             (``UnsupportedAttention``); another one never takes its place.
 
-    >>> x = jnp.ones((1, 2, 3, 8))
-    >>> print(attention(x, x, x).shape)
-    (1, 2, 3, 8)
+    Examples:
+        >>> x = jnp.ones((1, 2, 3, 8))
+        >>> print(attention(x, x, x).shape)
+        (1, 2, 3, 8)
     """
     seq = query.shape[2]
     kv_seq = key.shape[2]

@@ -139,8 +139,9 @@ def tokamax(query: Array, key: Array, value: Array, mask: Mask) -> Array:
 def first_of_segments(segments: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
     """Return the index at which each token's segment begins.
 
-    >>> print(first_of_segments(jnp.array([[1, 1, 2, 2, 0, 0]])))
-    [[0 0 2 2 4 4]]
+    Examples:
+        >>> print(first_of_segments(jnp.array([[1, 1, 2, 2, 0, 0]])))
+        [[0 0 2 2 4 4]]
     """
     indices = jnp.arange(segments.shape[1], dtype=jnp.int32)
     is_first = jnp.diff(segments, axis=1, prepend=segments[:, :1]) != 0

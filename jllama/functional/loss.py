@@ -49,11 +49,12 @@ def linear_cross_entropy(
         chunk_tokens: logits are made for so many tokens at a time, up to the row with the most
             counted targets.
 
-    >>> hidden, head = jnp.ones((1, 3, 8)), jnp.zeros((8, 50))
-    >>> targets, mask = jnp.array([[4, 7, 0]]), jnp.array([[True, True, False]])
-    >>> total, count = linear_cross_entropy(hidden, head, targets, mask)
-    >>> print(f"{total / count:.4f}, {count}")  # ln 50
-    3.9120, 2.0
+    Examples:
+        >>> hidden, head = jnp.ones((1, 3, 8)), jnp.zeros((8, 50))
+        >>> targets, mask = jnp.array([[4, 7, 0]]), jnp.array([[True, True, False]])
+        >>> total, count = linear_cross_entropy(hidden, head, targets, mask)
+        >>> print(f"{total / count:.4f}, {count}")  # ln 50
+        3.9120, 2.0
     """
     wide = sum_dtype(hidden)
     length = _chunk_length(targets.shape, chunk_tokens)

@@ -159,9 +159,10 @@ def sample(
     Temperature 0 takes the first of the largest logits. Otherwise the draw is the largest of logits
     plus Gumbel noise. It depends on the row's own logits, key and settings alone.
 
-    >>> logits = jnp.array([[0.0, 2.0, 1.0]])
-    >>> print(sample(logits, jax.random.split(jax.random.key(0), 1), temperature=jnp.zeros(1)))
-    [1]
+    Examples:
+        >>> logits = jnp.array([[0.0, 2.0, 1.0]])
+        >>> print(sample(logits, jax.random.split(jax.random.key(0), 1), temperature=jnp.zeros(1)))
+        [1]
     """
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 

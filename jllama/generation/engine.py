@@ -66,17 +66,19 @@ class Engine:
     ``generate``, ``stream``, ``Conversation`` and the server are loops around it. An engine that is
     passed to ``stream`` reuses what it has computed for the next prompt with the same beginning.
 
-    Example::
-
-        from jllama.generation.requests import Answer, Request
-        from jllama.generation.text import encode_prompt
-
-        engine = jllama.Engine(model, num_slots=8)
-        rows = [engine.submit(Request(encode_prompt(model, jllama.Prompt(text)))) for text in texts]
-        while engine.busy:
-            for row, event in engine.step():
-                if isinstance(event, Answer):
-                    print(rows.index(row), event.completion.text)
+    Examples:
+        >>> from jllama.generation.requests import Answer, Request
+        >>> from jllama.generation.text import encode_prompt
+        >>> model = jllama.load("smollm2/")
+        >>> engine = jllama.Engine(model, num_slots=8)
+        >>> prompts = [jllama.Prompt(text, max_new_tokens=4) for text in ("Once", "Twice")]
+        >>> rows = [engine.submit(Request(encode_prompt(model, prompt))) for prompt in prompts]
+        >>> while engine.busy:
+        ...     for row, event in engine.step():
+        ...         if isinstance(event, Answer):
+        ...             print(rows.index(row), len(event.completion.ids))
+        0 4
+        1 4
 
     Args:
         models: a model, or several of the same shapes by name.

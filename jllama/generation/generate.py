@@ -41,15 +41,12 @@ def generate(
     In bfloat16 and float16 another batch size rounds differently, which may change the choice
     between two tokens that are nearly equally likely.
 
-    Example::
-
-        model = jllama.load("runs/quickstart")
-        (completion,) = jllama.generate(
-            model, "Once upon", max_new_tokens=50, temperature=0.8, top_p=0.95, seed=1
-        )
-        print(completion.text, completion.finish_reason, completion.new_tokens)
-        stories = jllama.generate(model, ["Once upon", "Long ago"], max_new_tokens=200, stop="The
-        end")
+    Examples:
+        >>> model = jllama.load("smollm2/")
+        >>> prompts = ["Once", "Twice"]
+        >>> completions = jllama.generate(model, prompts, max_new_tokens=4, temperature=0.8, seed=1)
+        >>> [len(completion.ids) for completion in completions]
+        [4, 4]
 
     Args:
         model: a model from ``jllama.load``.
@@ -106,10 +103,9 @@ def stream(
     those of ``generate``; errors are raised at the first piece. An ``engine`` of this model reuses
     what it has computed for the next prompt, and has a ``draft_len`` of its own.
 
-    Example::
-
-        for piece in jllama.stream(model, "Once upon", max_new_tokens=50, temperature=0.8):
-            print(piece, end="", flush=True)
+    Examples:
+        >>> model = jllama.load("smollm2/")
+        >>> text = "".join(jllama.stream(model, "Once", max_new_tokens=4))
     """
     settings = Prompt("", sampling or SamplingParams(), max_new_tokens, stop, stop_ids, grammar)
     (encoded,) = _encode_prompts(model, [prompt], settings, fields)
@@ -167,9 +163,9 @@ def warm_up(
 ) -> None:
     """Compile ahead for ``generate`` and ``stream``, not for later turns of a ``Conversation``.
 
-    Example::
-
-        jllama.warm_up(model, lengths=[16, 512], batches=[1, 4], max_new_tokens=200)
+    Examples:
+        >>> model = jllama.load("smollm2/")
+        >>> jllama.warm_up(model, lengths=[16], batches=[1], max_new_tokens=4)
 
     Args:
         model: the model.

@@ -110,8 +110,9 @@ def usual_topology(topology: str) -> str:
     Each side is 1, 2 or a multiple of 4, and the longest is as short as possible. Any topology that
     has no such slice is returned unchanged.
 
-    >>> usual_topology("v5p:32")
-    'v5p:2x4x4'
+    Examples:
+        >>> usual_topology("v5p:32")
+        'v5p:2x4x4'
     """
     kind, _, shape = topology.partition(":")
     if kind not in ACCELERATORS or not re.fullmatch(r"\d{1,5}", shape):

@@ -118,8 +118,9 @@ def parse(text: str) -> Program:
 def array_bytes(shapes: str) -> float:
     """Compute the bytes of all arrays in a result's text.
 
-    >>> array_bytes("(bf16[8,128]{1,0}, f32[])")
-    2052.0
+    Examples:
+        >>> array_bytes("(bf16[8,128]{1,0}, f32[])")
+        2052.0
     """
     total = 0.0
     for array in _ARRAY.findall(shapes):

@@ -267,9 +267,10 @@ def settings(config: TrainConfig) -> Json:
 def describe(mesh: Mapping[str, int], settings: Mapping[str, Any]) -> str:
     """Describe a mesh and settings in a line.
 
-    >>> mesh = {"data": 1, "fsdp": 4, "sequence": 1, "tensor": 2}
-    >>> describe(mesh, {"batch_size": 16, "remat": "block"})
-    'fsdp=4 x tensor=2, batch_size 16, remat block'
+    Examples:
+        >>> mesh = {"data": 1, "fsdp": 4, "sequence": 1, "tensor": 2}
+        >>> describe(mesh, {"batch_size": 16, "remat": "block"})
+        'fsdp=4 x tensor=2, batch_size 16, remat block'
     """
     sizes = " x ".join(f"{name}={mesh[name]}" for name in AXES if mesh[name] > 1)
     values = (f"{name} {value}" for name, value in settings.items())

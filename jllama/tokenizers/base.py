@@ -122,11 +122,12 @@ class Tokenizer(ABC):
     every byte. SmolLM2's lacks bytes of six control characters and of U+40000 to U+BFFFF, and drops
     these characters.
 
-    >>> tokenizer = BytesTokenizer()
-    >>> tokenizer.encode("Hi")
-    [75, 108]
-    >>> tokenizer.decode([75, 108])
-    'Hi'
+    Examples:
+        >>> tokenizer = BytesTokenizer()
+        >>> tokenizer.encode("Hi")
+        [75, 108]
+        >>> tokenizer.decode([75, 108])
+        'Hi'
     """
 
     vocab_size: int  # ids run from 0 to ``vocab_size - 1``

@@ -200,9 +200,10 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> SentencePi
         JllamaError: there is no text, or the text cannot fill the vocabulary, or the vocabulary is
             too small for the characters of the text.
 
-    >>> tokenizer = train_sentencepiece(["the cat sat on the mat"] * 9, vocab_size=270)
-    >>> tokenizer.decode(tokenizer.encode("the cat"))
-    'the cat'
+    Examples:
+        >>> tokenizer = train_sentencepiece(["the cat sat on the mat"] * 9, vocab_size=270)
+        >>> tokenizer.decode(tokenizer.encode("the cat"))
+        'the cat'
     """
     lines = _sample_lines(documents)
     if not lines:

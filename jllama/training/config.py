@@ -42,9 +42,8 @@ class OptimizerConfig:
         warmup_steps: steps of the warm-up; 0 computes them from ``warmup_fraction``. Unless the
             schedule is ``cosine``, a resumed run keeps its number.
 
-    Example::
-
-        OptimizerConfig("lion", learning_rate=6e-5, schedule="wsd")
+    >>> jllama.OptimizerConfig(name="lion", learning_rate=1e-4).name
+    'lion'
     """
 
     name: str = "adamw"
@@ -144,9 +143,8 @@ class LoopConfig:
         max_skipped: end with an error after this many skipped steps in a row, whose loss or
             gradient was not finite or a spike.
 
-    Example::
-
-        LoopConfig(batch_size=8, seq_len=128, steps=500, accumulation=2)
+    >>> jllama.LoopConfig(batch_size=8, seq_len=64, steps=30).batch_size
+    8
     """
 
     batch_size: int = 16
@@ -229,10 +227,8 @@ class TrainConfig:
             nowhere.
         lora: train adapters of the weights of ``init_from``, instead of the weights.
 
-    Example::
-
-        model = LlamaConfig(num_layers=2, embed_dim=64, num_heads=4, max_seq_len=64)
-        TrainConfig(model, data=DataConfig(path="my_texts/"), run_dir="runs/mine")
+    >>> model = jllama.LlamaConfig(512, num_layers=2, embed_dim=64, num_heads=4)
+    >>> config = jllama.TrainConfig(model, run_dir="runs/mine")
     """
 
     model: LlamaConfig

@@ -44,13 +44,13 @@ def train(
     Everything is written to ``config.run_dir``, and nothing before the corpus, the configuration
     and an earlier checkpoint have been checked. A finished run is left unchanged.
 
-    Example::
-
-        def show(event):
-            if event.name == "evaluation":
-                print(event.step, event.figures["validation_loss"])
-
-        jllama.train(config, callbacks=[show])
+    Examples:
+        >>> data = jllama.DataConfig(path="my_texts/", tokenizer="bytes")
+        >>> model = jllama.LlamaConfig(num_layers=1, embed_dim=32, num_heads=2, max_seq_len=64)
+        >>> training = jllama.LoopConfig(batch_size=4, steps=2, sample_tokens=0)
+        >>> config = jllama.TrainConfig(model, data=data, run_dir="runs/mine", training=training)
+        >>> jllama.train(config).validation_loss > 0
+        True
 
     Args:
         config: the run.

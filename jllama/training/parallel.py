@@ -85,7 +85,10 @@ class Parallelism:
         }
 
     def sum_gradients(self, gradients: Params) -> Params:
-        """Sum over all devices in ``reduce_dtype``, but along ``fsdp`` where ``gather_weight`` did so."""
+        """Sum over all devices in ``reduce_dtype``, except along ``fsdp``.
+
+        Where ``gather_weight`` gathered a weight, its gradient is already summed along that axis.
+        """
 
         def sum_one(path: str, leaf: Array) -> Array:
             axes = [name for name in BY_HAND if self.mesh.shape[name] > 1]

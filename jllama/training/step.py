@@ -47,11 +47,11 @@ class TrainState(NamedTuple):
     Moments in ``opt_state`` have ``optimizer.moment_dtype``. Randomness comes from ``key`` with
     ``step`` folded in.
 
-    Example::
-
-        state = training.init(jax.random.key(0))
-        state, metrics = training.step(state, batch)
-        print(int(state.step), state.params["embed"].shape)
+    Examples:
+        >>> model = jllama.LlamaConfig(512, num_layers=1, embed_dim=32, num_heads=2, max_seq_len=64)
+        >>> training = jllama.compile_training(jllama.TrainConfig(model))
+        >>> int(training.init(jax.random.key(0)).step)
+        0
     """
 
     step: Int[Array, ""]  # the number of updates so far
@@ -374,13 +374,16 @@ def compile_training(
 ) -> Training:
     """Return the programs of a training run, each compiled when it is first called.
 
-    Example::
-
-        training = compile_training(config)
-        state = training.init(jax.random.key(config.seed))
-        bos_id = data.tokenizer.bos_id
-        for batch in training_batches(data.train, bos_id=bos_id, batch_size=8, seq_len=128, seed=0):
-            state, metrics = training.step(state, batch)
+    Examples:
+        >>> data = jllama.prepare_data(jllama.DataConfig(path="my_texts/", tokenizer="bytes"))
+        >>> model = jllama.LlamaConfig(259, num_layers=1, embed_dim=32, num_heads=2, max_seq_len=64)
+        >>> training = jllama.compile_training(jllama.TrainConfig(model))
+        >>> state = training.init(jax.random.key(0))
+        >>> batches = data.training_batches(batch_size=8, seq_len=64, seed=0)
+        >>> for _ in range(2):
+        ...     state, metrics = training.step(state, next(batches))
+        >>> int(state.step)
+        2
 
     Args:
         config: ``model`` (with its ``vocab_size``), ``optimizer``, ``mesh``, ``lora`` and

@@ -51,8 +51,8 @@ class FullWeights:
         """Return what the loss is differentiated by, and this device's parts of the weights.
 
         The variables are zeros of the shapes of what is trained. No product uses them, but
-        ``jllama.sharding.gather_weight`` gives them the gradients, which may thus have another ``dtype``
-        than the weights.
+        ``jllama.sharding.gather_weight`` gives them the gradients, which may thus have another
+        ``dtype`` than the weights.
         """
         trained = self.select(params)
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype), trained), params

@@ -230,8 +230,9 @@ def config_findings(config: LlamaConfig) -> list[str]:
 
     If no released Llama has the same shape, there is a sentence for each unusual field.
 
-    >>> config_findings(dataclasses.replace(PRESETS["llama2-7b"], norm_eps=1e-6))
-    ['norm_eps is 1e-06; llama2-7b, of the same shape, has 1e-05']
+    Examples:
+        >>> config_findings(dataclasses.replace(PRESETS["llama2-7b"], norm_eps=1e-6))
+        ['norm_eps is 1e-06; llama2-7b, of the same shape, has 1e-05']
     """
     name = nearest_preset(config)
     if name:
@@ -259,8 +260,9 @@ def config_findings(config: LlamaConfig) -> list[str]:
 def shown(value: Any) -> str:
     """Format a field of a configuration for a sentence.
 
-    >>> shown(PRESETS["llama3.1-8b"].rope_scaling)
-    'llama3, factor 8, from 8,192 tokens'
+    Examples:
+        >>> shown(PRESETS["llama3.1-8b"].rope_scaling)
+        'llama3, factor 8, from 8,192 tokens'
     """
     if isinstance(value, RopeScaling):
         original = vars(value).get("original_max_seq_len")
