@@ -3,8 +3,8 @@
 import dataclasses
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from jllama.errors import MAX_SEQ_LEN, UsageError, check_fields, check_size
-from jllama.rope_scaling import RopeScaling
+from jllama.errors import UsageError, check_fields, check_size
+from jllama.rope_scaling import MAX_SEQ_LEN, RopeScaling
 
 Scaling = RopeScaling | None
 if not TYPE_CHECKING:

@@ -135,6 +135,13 @@ def program_bytes(compiled: Any) -> tuple[int, int]:
     return memory.argument_size_in_bytes, memory.temp_size_in_bytes + fresh
 
 
+def num_cores() -> int:
+    """Return how many processor cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def machine_memory_bytes() -> int | None:
     """Return the memory of this machine; None if the system does not report it (Windows)."""
     if not hasattr(os, "sysconf"):

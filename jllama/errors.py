@@ -5,12 +5,11 @@ import difflib
 import os
 import re
 import reprlib
+import shlex
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-MAX_SEQ_LEN = 1 << 28
-"""At least 25 times that of any released Llama: a larger value is a slip or a damaged file."""
 _SILENCE = threading.Lock()  # all threads share one stderr
 
 
@@ -114,3 +113,8 @@ def silent_stderr() -> Iterator[None]:
         finally:
             os.dup2(stderr, 2)
             os.close(stderr)
+
+
+def shell_command(*words: object) -> str:
+    """Return a command line of jllama with these words, for a shell."""
+    return shlex.join(["python", "-m", "jllama", *map(str, words)])

@@ -32,6 +32,7 @@ from jllama.parameters import (
     parameter_table,
     shape_of,
 )
+from jllama.remat import BLOCK_INPUT, REMAT
 from jllama.rope_scaling import inverse_frequencies
 from jllama.sharding import map_shards, sharded_attention
 
@@ -93,7 +94,7 @@ class AttentionInputs:
         slots: Int[Array, "batch seq"], those of the cache that new keys and values are written to.
         implementation: a name of ``functional.ATTENTION``, or ``auto``.
         mesh: the devices; None for one device.
-        begins: whether the cache is empty before, so that attention needs the new keys alone.
+        cache_is_empty: whether no tokens are cached, so that attention needs only the new keys.
     """
 
     cos: Any
@@ -117,47 +118,6 @@ class LayerGather(NamedTuple):
     gather: Callable[[Params, Params], Params]
     mesh: Mesh | AbstractMesh
     zeros: Params
-
-
-_BLOCK_INPUT = "block_input"
-_policies = jax.checkpoint_policies
-
-
-def _saves_product(primitive: Any, *operands: Any, **params: Any) -> bool:
-    """Return whether to save a result: that of a product with a weight.
-
-    An exception is a product (of an adapter) that costs less to compute again than to save.
-    """
-    if not _policies.dots_with_no_batch_dims_saveable(primitive, *operands, **params):
-        return False
-    weight = operands[1].shape
-    (_, summed_axes), _ = params["dimension_numbers"]
-    num_inputs = math.prod(weight[axis] for axis in summed_axes)
-    num_outputs = math.prod(weight) // num_inputs
-    return 8 * num_inputs >= num_outputs
-
-
-REMAT: dict[str, Callable[..., Any] | None] = {
-    "none": _policies.everything_saveable,
-    "dots": _policies.save_from_both_policies(
-        _saves_product, _policies.save_only_these_names(F.ATTENDED)
-    ),
-    "block": None,
-    "offload": _policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=[_BLOCK_INPUT],
-        offload_src="device",
-        offload_dst="pinned_host",
-    ),
-}
-"""What is saved of each layer for the backward pass.
-
-``none`` saves everything; ``dots`` the results of products with weights, and what attention in
-blocks needs; ``block`` the layer's input; ``offload`` its input, moved to the host's memory in the
-meantime. The results of elementwise operations and of attention are cheaper to compute again than
-to stack for every layer: with ``dots`` a training step on a CPU is 1.2 to 1.6 times as fast as with
-``none``.
-"""
 
 
 class _Module(nnx.Module):
@@ -485,7 +445,7 @@ def _scan_layers(
         stacked = (*stacked, parallel.zeros)
 
     def run_layer(x: Array, parts: tuple[Params, ...]) -> tuple[Array, None]:
-        x = checkpoint_name(x, _BLOCK_INPUT)
+        x = checkpoint_name(x, BLOCK_INPUT)
         weights = parallel.gather(*parts) if parallel else parts[0]
         x, _ = nnx.merge(graph, weights)(x, inputs)
         return x, None
@@ -685,8 +645,3 @@ def write_slots(cached: Array, new: Array, positions: Array) -> Array:
     new = new.reshape(batch * kv_heads, -1, head_dim).astype(cached.dtype)
     flat = cached.reshape(-1, max_len, head_dim)
     return flat.at[rows, slots].set(new, mode="drop").reshape(cached.shape)
-
-
-def power_of_two_at_least(number: int, minimum: int) -> int:
-    """Round a length up, so that few programs are compiled."""
-    return max(minimum, 1 << (number - 1).bit_length())

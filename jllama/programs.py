@@ -23,6 +23,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jllama import cache
 from jllama import functional as F
 from jllama.config import LlamaConfig
+from jllama.devices import num_cores
 from jllama.model import LAYER_CLASSES
 
 _RECORDS = "programs_asked"
@@ -137,9 +138,8 @@ def _machine() -> list[Any]:
         name: value for name, value in jax.config.values.items() if "compilation_cache" not in name
     }
     environment = [os.environ.get(name) for name in ("XLA_FLAGS", "NPROC")]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     cpus = Path("/proc/cpuinfo")
     text = cpus.read_text() if cpus.exists() else ""
     flags = re.search(r"(?m)^(flags|Features)\s*:.*", text)
     platform = jax.devices()[0].client.platform_version
-    return [settings, environment, platform, cores, flags and flags[0]]
+    return [settings, environment, platform, num_cores(), flags and flags[0]]

@@ -7,7 +7,6 @@ import io
 import itertools
 import math
 import platform
-import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from matplotlib.figure import Figure
 import jllama
 from jllama.checkpoints.run import CONFIG, METRICS, SAMPLES, read_config, recognizes
 from jllama.config import LlamaConfig
-from jllama.errors import JllamaError
+from jllama.errors import JllamaError, shell_command
 from jllama.files import atomic_write_text, errors_as, read_lines
 from jllama.parameters import count_parameters
 
@@ -60,11 +59,6 @@ _NUMBERS = {
     "speed": "{tokens_per_s:,.0f} tokens/s, {step_ms:,.1f} ms a step",
     "share of peak (MFU)": "{mfu:.1%}",
 }
-
-
-def command(*words: object) -> str:
-    """Return a command line of jllama with these words, for a shell."""
-    return shlex.join(["python", "-m", "jllama", *map(str, words)])
 
 
 def run_facts(
@@ -134,7 +128,10 @@ def write_report(folders: Sequence[Path], target: Path) -> None:
         words = ["sample", "--checkpoint", folder, "--prompt", config["training"]["sample_prompt"]]
         if "training chats" in facts[0]:
             words = ["chat", folder]
-        commands = {words[0]: command(*words), "continue": command("train", "--resume", folder)}
+        commands = {
+            words[0]: shell_command(*words),
+            "continue": shell_command("train", "--resume", folder),
+        }
         parts["Next"] = "".join(
             f"<h3>{name}</h3><pre>{html.escape(line)}</pre>" for name, line in commands.items()
         )

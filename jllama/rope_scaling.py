@@ -11,7 +11,10 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from jllama.errors import MAX_SEQ_LEN, UsageError, check_fields, check_size
+from jllama.errors import UsageError, check_fields, check_size
+
+MAX_SEQ_LEN = 1 << 28
+"""At least 25 times that of any released Llama: a larger value is a slip or a damaged file."""
 
 ROPE_SCALINGS: dict[str, "type[RopeScaling]"] = {}
 """The classes by their type."""

@@ -19,7 +19,7 @@ FLOORS = [
     {"config", "cache"},
     {"presets", "parameters", "oracle", "tokenizers"},
     {"templates", "grammar"},
-    {"sharding", "distributed", "decode_params", "lora", "data"},
+    {"sharding", "distributed", "decode_params", "lora", "data", "remat"},
     {"model"},
     {"capture", "programs"},
     {"language_model"},

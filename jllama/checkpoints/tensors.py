@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import hashlib
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ from jllama import cache
 from jllama import functional as F
 from jllama.config import LlamaConfig
 from jllama.decode_params import DecodeParams, Quantization
+from jllama.devices import num_cores
 from jllama.errors import JllamaError
 from jllama.functional.linear import int8_rows
 from jllama.parameters import (
@@ -42,7 +42,7 @@ from jllama.tokenizers import Tokenizer
 
 BLOCK_BYTES = 16 << 20
 _TILE = 256
-_THREADS = min(4, os.cpu_count() or 1)
+_THREADS = min(4, num_cores())
 
 Dtype = np.dtype | type
 OnProgress = Callable[[int], None]

@@ -6,7 +6,6 @@ import fnmatch
 import functools
 import io
 import json
-import os
 import sys
 import time
 from collections.abc import Iterable
@@ -131,7 +130,7 @@ def _verify_jllama(options: VerifyOptions, width: int) -> tuple[dict[str, Any], 
         )
     total = len(selected)
     # Most of the time is compiling, which takes one core for each check.
-    num_threads = min(os.cpu_count() or 1, 8)
+    num_threads = min(num_cores(), 8)
     results = []
     with progress(selected[0].name) as move:
         for done, result in enumerate(checks.run_checks(selected, num_threads), 1):

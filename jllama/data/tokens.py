@@ -10,7 +10,6 @@ import gzip
 import hashlib
 import itertools
 import json
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ import numpy as np
 from jllama.data.config import DataConfig
 from jllama.data.corpus import Document, Findings, corpus_files, read_corpus, write_cached
 from jllama.data.datasets import Dataset
+from jllama.devices import num_cores
 from jllama.errors import JllamaError
 from jllama.files import cache_folder, errors_as
 from jllama.progress import progress
@@ -271,12 +271,12 @@ def _ordered_map(function: Callable[[Any], Any], items: Iterable[Any]) -> Iterat
 
     At most two items for each core are under way, so the items are never all in memory.
     """
-    num_cores = os.cpu_count() or 1
+    num_threads = num_cores()
     pending = collections.deque()
-    with ThreadPoolExecutor(num_cores) as pool:
+    with ThreadPoolExecutor(num_threads) as pool:
         for item in items:
             pending.append(pool.submit(function, item))
-            if len(pending) > 2 * num_cores:
+            if len(pending) > 2 * num_threads:
                 yield pending.popleft().result()
         for future in pending:
             yield future.result()

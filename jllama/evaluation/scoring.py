@@ -13,8 +13,9 @@ from jaxtyping import Array, Bool, Float, Int
 from jllama.config import LlamaConfig
 from jllama.decode_params import DecodeParams
 from jllama.errors import JllamaError, UsageError
+from jllama.functional.shapes import power_of_two_at_least
 from jllama.language_model import LanguageModel
-from jllama.model import as_token_ids, build_model, power_of_two_at_least
+from jllama.model import as_token_ids, build_model
 from jllama.parameters import Params
 
 

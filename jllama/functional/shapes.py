@@ -98,3 +98,8 @@ def _exchange_heads(array: Any) -> Any:
     if np.ndim(array) != 4:
         return array
     return jax.eval_shape(lambda array: array.swapaxes(1, 2), array)
+
+
+def power_of_two_at_least(number: int, minimum: int) -> int:
+    """Round a length up, so that few programs are compiled."""
+    return max(minimum, 1 << (number - 1).bit_length())

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 
 from jllama import programs
 from jllama.errors import UsageError
+from jllama.functional.shapes import power_of_two_at_least
 from jllama.generation import steps
 from jllama.generation.decode_batch import DecodeBatch, make_batch, set_allowed, setting_types
 from jllama.generation.requests import Answer, Piece, Request, Row, Token, make_tokens
@@ -27,7 +28,7 @@ from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.generation.steps import STEPS
 from jllama.generation.text import TextDecoder
 from jllama.language_model import LanguageModel
-from jllama.model import KVCache, power_of_two_at_least
+from jllama.model import KVCache
 from jllama.sharding import batch_shardings
 
 CHUNK_TOKENS = {"cpu": 512}

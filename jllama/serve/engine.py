@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 import jllama
-from jllama.devices import device_bytes, device_memory_bytes
+from jllama.devices import device_bytes, device_memory_bytes, num_cores
 from jllama.errors import ContextError, UsageError
 from jllama.generation.decode_batch import MAX_STOPS
 from jllama.generation.engine import MIN_CHUNK, Engine
@@ -293,7 +293,6 @@ class EngineThread:
 
     def _fingerprint(self, model: LanguageModel) -> str:
         device = jax.devices()[0]
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         parts = (
             weights_fingerprint(model),
             model.config,
@@ -310,7 +309,7 @@ class EngineThread:
             device.platform,
             device.device_kind,
             platform.machine(),
-            cores,
+            num_cores(),
         )
         return "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 

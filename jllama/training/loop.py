@@ -17,13 +17,13 @@ from jllama.checkpoints.run import CHECKPOINTS, METRICS, SAMPLES
 from jllama.data.batches import Batch
 from jllama.data.datasets import GZIP, BatchSource, ChatDataset
 from jllama.devices import device_memory_bytes, peak_bytes, program_bytes
-from jllama.errors import JllamaError, UsageError
+from jllama.errors import JllamaError, UsageError, shell_command
 from jllama.generation.generate import generate
 from jllama.generation.sampling_params import SamplingParams
 from jllama.language_model import LanguageModel
 from jllama.parameters import training_flops_per_token
 from jllama.progress import progress
-from jllama.report import REPORT, command
+from jllama.report import REPORT
 from jllama.stop import Stopped, stop_signals
 from jllama.templates.messages import chat_format, message_ids
 from jllama.training.checkpointing import restore_state, save_state
@@ -76,7 +76,7 @@ def train(
             take_steps(run)
             final = evaluate_best(run)
         if final is None:
-            go_on = command("train", "--resume", tracker.folder)
+            go_on = shell_command("train", "--resume", tracker.folder)
             raise Stopped(
                 f"stopped at step {run.step:,} of {num_steps:,}; saved. Go on: {go_on}",
                 run.stop_signal,
@@ -88,7 +88,7 @@ def train(
             arguments = ["--checkpoint", tracker.folder, "--prompt", prompt]
         tracker.say(
             f"{tracker.seconds():.0f} s in all. Read {tracker.folder / REPORT}, "
-            f"or {name}: {command(name, *arguments)}"
+            f"or {name}: {shell_command(name, *arguments)}"
         )
         return final
 

@@ -27,13 +27,13 @@ from jllama.devices import (
     idle_accelerator,
     loss_chunk_tokens,
 )
-from jllama.errors import UsageError
+from jllama.errors import UsageError, shell_command
 from jllama.files import atomic_write, errors_as, read_lines
 from jllama.loggers import check_logger
 from jllama.model import check_attention
 from jllama.parameters import count_parameters
 from jllama.progress import progress
-from jllama.report import command, run_facts
+from jllama.report import run_facts
 from jllama.sharding import ruleset
 from jllama.tokenizers import has_tokenizer
 from jllama.training import run_folder
@@ -197,7 +197,7 @@ def final_evaluation(
     options = ["--training.patience", 0]
     if has_all_steps:
         options = ["--training.steps", 2 * step, "--resume_with_changes", "true"]
-    go_on = command("train", "--resume", folder, *options)
+    go_on = shell_command("train", "--resume", folder, *options)
     console.print(f"{folder} is finished (step {step:,} of {num_steps:,}). To go on: {go_on}")
     # Runs of 0.1 name the figures after the preference objective.
     figures = lines[-1]["final"].items()

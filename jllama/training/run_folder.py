@@ -16,9 +16,8 @@ from jllama import distributed
 from jllama.checkpoints.registry import check_target
 from jllama.checkpoints.run import CONFIG, METRICS, SAMPLES, read_config
 from jllama.config import DistributedConfig
-from jllama.errors import JllamaError, UsageError
+from jllama.errors import JllamaError, UsageError, shell_command
 from jllama.files import append_line, atomic_write_text, read_lines, remove
-from jllama.report import command
 from jllama.training.config import OptimizerConfig, TrainConfig
 from jllama.training.optimizer import learning_rate_at
 
@@ -51,7 +50,7 @@ def confirm_overwrite(config: TrainConfig) -> None:
     if not config.overwrite:
         raise UsageError(
             f"{folder} already holds a run: continue it with "
-            f"{command('train', '--resume', folder)}, or choose another run_dir, "
+            f"{shell_command('train', '--resume', folder)}, or choose another run_dir, "
             "or replace it with --overwrite"
         )
     folder = folder.resolve()
