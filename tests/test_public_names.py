@@ -47,7 +47,7 @@ def test_a_name_that_is_not_there():
 def test_help_says_everything_in_one_place():
     shown = pydoc.plain(pydoc.render_doc(jllama.generate))
     for word in (
-        "Example::",
+        "Examples:",
         "Args:",
         "Returns:",
         "Raises:",

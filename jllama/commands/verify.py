@@ -108,6 +108,7 @@ def _verify_jllama(options: VerifyOptions, width: int) -> tuple[dict[str, Any], 
     """Return the matrix of jllama's own checks as JSON, and as printable lines."""
     import jax
 
+    from jllama.devices import num_cores
     from jllama.verify import checks, conformance, equalities, mutations
 
     # Eight CPU devices simulate a mesh; all else runs on the first device. If JAX is in use

@@ -156,10 +156,9 @@ def sliding_windows(length: int, window: int, stride: int) -> Iterator[tuple[int
 def perplexity(
     model: LanguageModel, text: str, *, window: int = 0, stride: int = 0, batch_size: int = 8
 ) -> float:
-    """Return the perplexity of a text: the exponential of the loss in nats per token; lower is
-    better.
+    """Return the perplexity of a text: the exponential of the loss in nats per token.
 
-    It depends on the tokenizer. To compare models with different ones use
+    Lower is better. It depends on the tokenizer. To compare models with different ones use
     ``TextScore.bits_per_byte`` of ``score_texts``, which has the same arguments and raises the same
     errors. Source: Jelinek et al. 1977.
 

@@ -343,7 +343,8 @@ def test_what_a_grammar_accepts_is_read_as_calls(bytes_only, calls):
     tools = [
         {"type": "function", "function": {"name": name, "parameters": schema}} for name in NAMES
     ]
-    text = written(SMOLLM2, calls)
+    # llguidance takes the control character DEL in a string only if it is escaped.
+    text = written(SMOLLM2, calls).replace("\x7f", "\\u007f")
     assert accepts(bytes_only, call_grammar(tools, "required", SMOLLM2), text)
     assert [*map(said, read(SMOLLM2, [text])[1])] == calls
 
