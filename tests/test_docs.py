@@ -1,4 +1,6 @@
-"""What the documentation says must hold: its code runs, its commands parse, its links lead somewhere."""
+"""What the documentation says must hold: its code runs, its commands parse, its links lead
+somewhere.
+"""
 
 import re
 import shlex

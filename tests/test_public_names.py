@@ -51,7 +51,7 @@ def test_help_says_everything_in_one_place():
         "Args:",
         "Returns:",
         "Raises:",
-        "max_new_tokens: the most",
+        "max_new_tokens: the maximum",
         "temperature",
         "seed",
     ):

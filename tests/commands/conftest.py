@@ -1,4 +1,6 @@
-"""One small run, made once by the real ``train.py`` in a process of its own, and the means to make others."""
+"""One small run, made once by the real ``train.py`` in a process of its own, and the means to make
+others.
+"""
 
 import contextlib
 import fcntl
@@ -73,7 +75,9 @@ def one_at_a_time(folder: Path):
 
 @pytest.fixture(scope="session")
 def workshop(tmp_path_factory):
-    """A corpus, a configuration, and ``start``, which runs a script of the repository as a user would."""
+    """A corpus, a configuration, and ``start``, which runs a script of the repository as a user
+    would.
+    """
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "workshop"
     folder.mkdir(exist_ok=True)

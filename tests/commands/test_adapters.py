@@ -1,4 +1,4 @@
-"""Adapters at the command line: merged, exported, talked with; what does not fit is one sentence."""
+"""Adapters at the command line: merged, exported, talked with; a misfit is one sentence."""
 
 import subprocess
 import sys
@@ -20,7 +20,9 @@ GREEDY = ["--temperature", "0", "--max_new_tokens", "8"]
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A base, another one, a run that trained an adapter and one that trained a DoRA, and where to write."""
+    """A base, another one, a run that trained an adapter and one that trained a DoRA, and where to
+    write.
+    """
     folder = tmp_path_factory.mktemp("adapters")
     save(LanguageModel(FILE, weights(FILE), BytesTokenizer()), folder / "base", "hf")
     other = map_by_path(lambda _, leaf: leaf + 1, weights(FILE))

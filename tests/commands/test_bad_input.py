@@ -1,4 +1,6 @@
-"""Every mistake a user can make is one sentence on stderr with the right exit code; nothing is written."""
+"""Every mistake a user can make is one sentence on stderr with the right exit code; nothing is
+written.
+"""
 
 import json
 import shutil
@@ -156,7 +158,10 @@ def test_a_tokenizer_that_is_not_there_or_none(place, fails):
         ("--qqqq 1", "there is no option qqqq"),
         (
             "stray",
-            "the configuration stray cannot be read: No such file or directory; give a file, or by its name one of",
+            (
+                "the configuration stray cannot be read: No such file or directory; give a "
+                "file, or by its name one of"
+            ),
         ),
         (
             "good.yaml stray",
@@ -358,7 +363,10 @@ def test_a_run_dir_that_is_a_file(place, fails):
         (
             "--regex (",
             2,
-            "the grammar (regex) cannot be compiled, give one that llguidance can serve: unclosed group",
+            (
+                "the grammar (regex) cannot be compiled, give one that llguidance can serve: "
+                "unclosed group"
+            ),
         ),
         (
             "--regex a --banned_ids [5]",

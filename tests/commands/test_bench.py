@@ -1,4 +1,6 @@
-"""``python -m jllama bench``: figures of the right kind; how large they are is not a test's business."""
+"""``python -m jllama bench``: figures of the right kind; how large they are is not a test's
+business.
+"""
 
 import importlib.util
 import json
@@ -70,7 +72,9 @@ def test_decoding(checkpoint, capsys):
 
 @pytest.mark.slow
 def test_training_beside_a_peer_is_the_same_work(workshop, tmp_path):
-    """Both begin with the same weights and take the same rows through the same optimizer: so their losses say."""
+    """Both begin with the same weights and take the same rows through the same optimizer: so their
+    losses say.
+    """
     page = tmp_path / "page.html"
     arguments = [
         "train",
@@ -212,7 +216,10 @@ def test_bad_usage(arguments, said, capsys):
     assert said in capsys.readouterr().err
 
 
-ABSENT = "error: llama.cpp is not installed here (No module named 'llama_cpp'): pip install llama-cpp-python, or name"
+ABSENT = (
+    "error: llama.cpp is not installed here (No module named 'llama_cpp'): pip install "
+    "llama-cpp-python, or name"
+)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,8 @@ TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role[0] }}:{{ m.content }
 SHORT = ["--max_new_tokens", "6"]
 OWN_TERMINAL = """
 import fcntl, os, sys, termios
-fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that its Ctrl-C is a signal, in one step with what the terminal forgets then
+# So that its Ctrl-C is a signal, in one step with what the terminal forgets then.
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 os.execv(sys.argv[1], sys.argv[1:])
 """
 
@@ -231,14 +232,16 @@ def test_a_conversation_over_the_context(chat):
     first, second = out[: len(out) // 2], out[len(out) // 2 :]
     assert (code, first) == (1, second)
     assert (
-        "error: the conversation now has 206 tokens and the model's context is 128: begin a new one, or say less "
+        "error: the conversation now has 206 tokens and the model's context is 128: begin a "
+        "new one, or say less "
         "(/reset begins a new conversation, /undo takes back a turn)\n" in err
     )
     code, out, err = chat(["hi", "ho", "/reset", "hi"], "--temperature", 0)
     assert code == 1
     assert (
         err.count(
-            "(cut off: the model's context of 128 tokens is full, begin a new conversation with /reset)"
+            "(cut off: the model's context of 128 tokens is full, begin a new conversation "
+            "with /reset)"
         )
         == 2
     )
@@ -305,7 +308,9 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(chat, monkeypatch, tmp_path
 
 
 def test_settings_and_turns_change_in_the_conversation(chat, tmp_path):
-    """What /set says is what the option would have said; /retry answers anew, /undo and /load change what was said."""
+    """What /set says is what the option would have said; /retry answers anew, /undo and /load
+    change what was said.
+    """
     plain = chat(["one", "two"], *SHORT)[1].splitlines()
     told = chat(
         ["one", "two"], "--max_new_tokens", 3, "--temperature", 2, "--banned_ids", "[70, 71]"
@@ -437,12 +442,17 @@ def test_a_sample_that_ends_at_once_names_chat(monotone, capfd):
         )
         == 0
     )
-    told = "a text ended at once: the model was trained to answer messages, so chat with it: jllama chat"
+    told = (
+        "a text ended at once: the model was trained to answer messages, so chat with it: "
+        "jllama chat"
+    )
     assert capfd.readouterr().err == f"{monotone}\n{told} {monotone}\n"
 
 
 def test_at_a_terminal(monotone, tmp_path):
-    """In a process of its own: Ctrl-C in an answer, a paste, earlier lines, Ctrl-D; what is waited for is said."""
+    """In a process of its own: Ctrl-C in an answer, a paste, earlier lines, Ctrl-D; what is waited
+    for is said.
+    """
     (tmp_path / "chat_history").write_text("earlier\n")
     environment = os.environ | {
         "JLLAMA_CACHE": str(tmp_path),

@@ -1,4 +1,6 @@
-"""``jllama check`` on a folder of submissions: right, wrong, endless and crashing ones, each as if it were alone."""
+"""``jllama check`` on a folder of submissions: right, wrong, endless and crashing ones, each as if
+it were alone.
+"""
 
 import json
 import os
@@ -18,10 +20,12 @@ def rms_norm(x, scale, eps):
 """
 SUBMISSIONS = {
     "anna.py": RIGHT,
-    "ben.py": "import time\n\ndef rms_norm(x, scale, eps):\n    time.sleep(9999)\n\ndef rope(x):\n    return x\n",
+    "ben.py": "import time\n\ndef rms_norm(x, scale, eps):\n    time.sleep(9999)\n\n"
+    "def rope(x):\n    return x\n",
     "carl.py": "import os\n\ndef rms_norm(x, scale, eps):\n    os._exit(3)\n",
     "dora.py": "import nothing_of_this_name\n",
-    "eve/norms.py": "from helper import root\n\ndef rms_norm(x, scale, eps):\n    return x / (root(x) + eps) * scale\n",
+    "eve/norms.py": "from helper import root\n\ndef rms_norm(x, scale, eps):\n"
+    "    return x / (root(x) + eps) * scale\n",
     "eve/helper.py": "def root(x):\n    return (x * x).mean(-1, keepdims=True) ** 0.5\n",
     "eve/.hidden": "",
     "readme.txt": "",

@@ -1,4 +1,6 @@
-"""What every command shares: help, positional arguments, configurations by name, closed streams, tab completion."""
+"""What every command shares: help, positional arguments, configurations by name, closed streams,
+tab completion.
+"""
 
 import contextlib
 import importlib.metadata
@@ -44,7 +46,7 @@ def shell(line, **environment):
 
 
 def test_help_and_mistakes_do_not_import_jax():
-    """Nor NumPy, Orbax, Grain: whoever asks for help or mistypes an option does not wait for them."""
+    """Nor NumPy, Orbax, Grain: nobody who asks for help or mistypes an option waits for them."""
     calls = [
         [command, *rest]
         for command in cli.COMMANDS
@@ -123,7 +125,9 @@ def test_the_version(capsys):
 
 @pytest.mark.parametrize("slow_s", [0, 0.3])
 def test_ctrl_c_in_a_collection_of_garbage_is_not_lost(slow_s):
-    """JAX has a callback there, and Python drops what is raised in one; also where the machine is busy meanwhile."""
+    """JAX has a callback there, and Python drops what is raised in one; also where the machine is
+    busy meanwhile.
+    """
     code = f"""
 import gc, signal, sys, threading, time, types
 from jllama.commands import cli
@@ -258,7 +262,8 @@ def test_closed_files_are_not_reused_for_others(tmp_path):
     """A file that is opened after stderr was closed must not become stderr."""
     code = (
         "import os; os.close(2); import sys; sys.stderr = None; from jllama.commands import cli; "
-        "cli.main(['trian']); fd = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT); os.write(2, b'noise'); print(fd)"
+        "cli.main(['trian']); fd = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT); "
+        "os.write(2, b'noise'); print(fd)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, tmp_path / "file"], capture_output=True, text=True, cwd=ROOT
@@ -436,8 +441,13 @@ JUNK += [
     ".",
 ]
 NAMES = {
-    TrainConfig: "model model.num_layers model.rope_scaling model.rope_scaling.type training.remat data.path seed",
-    SampleOptions: "checkpoint n stop stop_ids logit_bias banned_ids echo dtype rope_factor top_p json",
+    TrainConfig: (
+        "model model.num_layers model.rope_scaling model.rope_scaling.type training.remat "
+        "data.path seed"
+    ),
+    SampleOptions: (
+        "checkpoint n stop stop_ids logit_bias banned_ids echo dtype rope_factor top_p json"
+    ),
 }
 
 

@@ -1,4 +1,6 @@
-"""``python -m jllama convert``: every way there, bad files as one sentence, nothing that looks finished and is not."""
+"""``python -m jllama convert``: every way there, bad files as one sentence, nothing that looks
+finished and is not.
+"""
 
 import json
 import pickle
@@ -48,7 +50,7 @@ def place(tmp_path, models):
 
 @pytest.fixture
 def refused(place, capsys):
-    """Convert what must not be converted; returns the one sentence, once nothing was found written."""
+    """Convert what must not be converted; return the sentence, check that nothing was written."""
 
     def run(source, *options, to="hf", code=1):
         found = cli.run(
@@ -187,7 +189,9 @@ def test_every_file_cut_short(place, refused, to):
 
 
 def test_a_damaged_run(workshop, place):
-    """Its arrays are read when the first is asked for, so in a process of its own: type checking would ask for one."""
+    """Its arrays are read when the first is asked for, so in a process of its own: type checking
+    would ask for one.
+    """
     source = place / "in" / "orbax"
     for path in (source / "checkpoints").rglob("d/*"):
         path.write_bytes(path.read_bytes()[:10])
@@ -333,8 +337,8 @@ def test_usage(place, refused, capsys):
     )
     message = refused(hf, "--dtype", "q4_k_m", code=2, to="gguf")
     assert (
-        "dtype is 'q4_k_m'; with gguf it must be one of float32, bfloat16, float16, q8_0; for others, such as Q4_K_M, "
-        in message
+        "dtype is 'q4_k_m'; with gguf it must be one of float32, bfloat16, float16, q8_0; "
+        "for others, such as Q4_K_M, " in message
     )
     assert "run llama.cpp's llama-quantize on a GGUF file" in message
     shard = place / "in" / "meta" / "consolidated.00.pth"
@@ -433,7 +437,8 @@ def slow_blocks(*arguments):
         yield block
 
 safetensors_file.blocks = slow_blocks
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
+# A shell's background jobs inherit that it is ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.exit(cli.main(sys.argv[1:]))
 """
 

@@ -23,7 +23,10 @@ from jllama.templates.messages import TEMPLATES, conversation_tokens
 TOKENIZER = trained_smollm(
     ["the goats live in a lighthouse with the keeper, don't they? 12 héllo\n" * 20], 350
 )
-TURNS = "{% for m in messages %}{% if loop.index0 % 2 != (m.role == 'assistant') %}{{ raise_exception('take turns') }}"
+TURNS = (
+    "{% for m in messages %}{% if loop.index0 % 2 != (m.role == 'assistant') %}{{ "
+    "raise_exception('take turns') }}"
+)
 TURNS += "{% endif %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}{% endfor %}"
 
 
@@ -52,7 +55,7 @@ CHATS = [
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A model, the same with a template that refuses, one without a tokenizer, and a file of chats."""
+    """A model, one whose template refuses, one without a tokenizer, and a file of chats."""
     folder = tmp_path_factory.mktemp("data")
     config = LlamaConfig(
         vocab_size=TOKENIZER.vocab_size, num_layers=1, embed_dim=32, mlp_dim=32, num_heads=2
@@ -140,8 +143,8 @@ def test_at_a_terminal_there_is_color(place, monkeypatch, capsys):
     )
     out = capsys.readouterr().out
     assert (
-        "\x1b[1;32mThe keeper é.\x1b[0m\x1b[1;32m<|im_end|>\x1b[0m\n<|im_start|>user\nAnd?<|im_end|>\n"
-        in out
+        "\x1b[1;32mThe keeper "
+        "é.\x1b[0m\x1b[1;32m<|im_end|>\x1b[0m\n<|im_start|>user\nAnd?<|im_end|>\n" in out
     )
     assert "\x1b[2J" not in out
     assert "⟦" not in out
@@ -257,10 +260,26 @@ def test_all_bad_rows_are_named(place, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("records", "line", "said"),
     [
-        ([CHATS[0], {"messages": [user("a")]}], 2, "no message is the assistant's, so there is nothing to learn"),
-        ([{"messages": [{"role": "robot", "content": "a"}]}], 1, "message 0 has the role 'robot'; it must be one of"),
-        ([{"messages": [user("a"), assistant(["a"])]}], 1, "message 1 has a part that is not text: leave out images"),
-        ([{"messages": [user("a"), {"role": "assistant"}]}], 1, "message 1 has 'role'; it must have just 'role' and"),
+        (
+            [CHATS[0], {"messages": [user("a")]}],
+            2,
+            "no message is the assistant's, so there is nothing to learn",
+        ),
+        (
+            [{"messages": [{"role": "robot", "content": "a"}]}],
+            1,
+            "message 0 has the role 'robot'; it must be one of",
+        ),
+        (
+            [{"messages": [user("a"), assistant(["a"])]}],
+            1,
+            "message 1 has a part that is not text: leave out images",
+        ),
+        (
+            [{"messages": [user("a"), {"role": "assistant"}]}],
+            1,
+            "message 1 has 'role'; it must have just 'role' and",
+        ),
         ([{"messages": []}], 1, "there are no messages: a conversation needs at least one"),
         ([{"message": "a"}], 1, "has message, where "),
     ],

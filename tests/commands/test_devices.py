@@ -85,7 +85,10 @@ def test_rules_in_a_configuration_split_the_parameters_and_a_mesh_samples_what_o
         ),
         (
             ("--mesh.fsdp", 3),
-            "no axis of layers/wq, of sizes [32], divides 3 ways: the nearest mesh.fsdp that one does is 2",
+            (
+                "no axis of layers/wq, of sizes [32], divides 3 ways: the nearest mesh.fsdp "
+                "that one does is 2"
+            ),
         ),
         (
             ("--mesh.data", 3),

@@ -1,4 +1,6 @@
-"""Several real processes train as one does, whatever their number; what goes wrong between them is one sentence."""
+"""Several real processes train as one does, whatever their number; what goes wrong between them is
+one sentence.
+"""
 
 import re
 import signal
@@ -72,7 +74,9 @@ def assert_same_curve(read_run, run, other):
 
 
 def test_two_processes_give_the_curve_of_one(small_run, workshop, read_run, start, tmp_path):
-    """The second holds half of the parameters and of each batch; process 0 alone writes, and both say the same end."""
+    """The second holds half of the parameters and of each batch; process 0 alone writes, and both
+    say the same end.
+    """
     run = tmp_path / "run"
     done = [
         workshop.finish(each)
@@ -96,7 +100,9 @@ def test_two_processes_give_the_curve_of_one(small_run, workshop, read_run, star
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_any_number_of_processes(small_run, workshop, read_run, start, tmp_path):
-    """Four, one of which gets a SIGTERM; two, one of which is killed; then one. Each time within an epoch."""
+    """Four, one of which gets a SIGTERM; two, one of which is killed; then one. Each time within an
+    epoch.
+    """
     run = tmp_path / "run"
     four = start(run, 4, *OFTEN, "--mesh.fsdp", 2)
     wait_for_step(read_run, four, run, 3)
@@ -260,12 +266,17 @@ def refusal(capsys, workshop, run, coordinator, process, *options):
 def test_a_coordinator_that_does_not_answer(workshop, capsys, tmp_path):
     address = f"127.0.0.1:{free_port()}"
     err = refusal(capsys, workshop, tmp_path / "run", address, 1)
-    told = f"the coordinator {address} has not answered for 1 s: start process 0 there: Connection refused"
+    told = (
+        f"the coordinator {address} has not answered for 1 s: start process 0 there: Connection "
+        f"refused"
+    )
     assert err == f"error: {told}\n"
 
 
 def test_a_process_that_does_not_come(workshop, tmp_path):
-    """The one that waits ends with a sentence that has its own limit, and no stack of the runtime's."""
+    """The one that waits ends with a sentence that has its own limit, and no stack of the
+    runtime's.
+    """
     meeting = (
         "--distributed.coordinator",
         f"127.0.0.1:{free_port()}",
@@ -278,7 +289,10 @@ def test_a_process_that_does_not_come(workshop, tmp_path):
         )
     )
     assert done.code == 1
-    told = "not all processes have connected within 1 s: read what each one printed, then start all of them again"
+    told = (
+        "not all processes have connected within 1 s: read what each one printed, then start "
+        "all of them again"
+    )
     assert done.err == f"error: {told}\n"
 
 
@@ -287,7 +301,8 @@ def test_a_port_in_use(workshop, capsys, tmp_path):
         port = server.getsockname()[1]
         err = refusal(capsys, workshop, tmp_path / "run", f"127.0.0.1:{port}", 0)
     assert err.startswith(
-        f"error: process 0 cannot listen on port {port}: give all processes another distributed.coordinator: "
+        f"error: process 0 cannot listen on port {port}: give all processes another "
+        f"distributed.coordinator: "
     )
     assert "Address already in use" in err
 

@@ -1,4 +1,4 @@
-"""``python -m jllama eval`` on a text: what it prints, that every option counts, and when it fails."""
+"""``python -m jllama eval`` on a text: what it prints, that options count, and when it fails."""
 
 import json
 import math
@@ -238,7 +238,9 @@ CHATS = [
 
 @pytest.fixture
 def chats(place):
-    """A file of chats, and what of them the oracle makes: log-probabilities of the answers, window by window."""
+    """A file of chats, and what of them the oracle makes: log-probabilities of the answers, window
+    by window.
+    """
     (place / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in CHATS))
     (place / "template.jinja").write_text(
         "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -261,7 +263,9 @@ def chats(place):
 
 
 def test_the_answers_of_chats_are_scored(place, measure, chats):
-    """Through the template that is given, in windows that slide over what is longer than the context."""
+    """Through the template that is given, in windows that slide over what is longer than the
+    context.
+    """
     nats, tokens = chats
     found = measure("chats.jsonl", "--chat_template", place / "template.jinja")
     assert (found["tokens"], found["bytes"]) == (tokens, tokens)

@@ -1,4 +1,6 @@
-"""A run on pairs of answers, as a user would start it: what it logs, and what it writes at each evaluation."""
+"""A run on pairs of answers, as a user would start it: what it logs, and what it writes at each
+evaluation.
+"""
 
 import json
 
@@ -24,7 +26,9 @@ RECORDS = [
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Six steps from a random model that has a tokenizer and a chat template, and what they printed."""
+    """Six steps from a random model that has a tokenizer and a chat template, and what they
+    printed.
+    """
     folder = tmp_path_factory.mktemp("preference")
     tokenizer = trained_smollm(["user assistant Question yes no"], FILE.vocab_size - 1)
     model = LanguageModel(FILE, weights(FILE), tokenizer, TEMPLATES["chatml"], (2,))
@@ -68,14 +72,18 @@ def test_accuracy_margin_and_rewards_are_logged(run):
 
 
 def test_the_loss_is_that_of_the_rewards(run):
-    """DPO's loss of one pair is ``log(1 + exp(-margin))``; of several it is above that of their mean margin."""
+    """DPO's loss of one pair is ``log(1 + exp(-margin))``; of several it is above that of their
+    mean margin.
+    """
     for line in lines_of(run):
         if "figures" in line:
             assert line["loss"] >= np.log1p(np.exp(-line["figures"]["margin"])) - 1e-6
 
 
 def test_the_sample_is_an_answer_to_a_question_that_is_held_out(run):
-    """Through the template, up to the header of the answer, and as many tokens as the context has room for."""
+    """Through the template, up to the header of the answer, and as many tokens as the context has
+    room for.
+    """
     (sample,) = lines_of(run, "samples.jsonl")
     asked = [record["prompt"] for record in RECORDS]
     assert sample["prompt"] in [

@@ -299,7 +299,8 @@ def test_an_interrupted_file_goes_on_where_it_was(complete_file, monkeypatch, tm
     assert complete_file("--temperature", 1, output=other)[0] == 1
     code, _, said = complete_file("--temperature", 1, output=other)
     assert (
-        "again.jsonl.unfinished was begun with other prompts, settings or another model (temperature changed): "
+        "again.jsonl.unfinished was begun with other prompts, settings or another model "
+        "(temperature changed): "
         "remove it, or give another --output"
     ) in said
     assert complete_file(output=other)[:2] == (0, expected)

@@ -1,4 +1,6 @@
-"""``jllama serve`` in a process of its own: start, answer, stop; several adapters; what cannot be served."""
+"""``jllama serve`` in a process of its own: start, answer, stop; several adapters; what cannot be
+served.
+"""
 
 import json
 import os
@@ -89,7 +91,9 @@ def wait_until_ready(http, url):
 
 
 def test_a_server_from_start_to_stop(serve, http, tmp_path, capsys):
-    """Loading, a model and its adapter, a receipt that another process confirms, an answer finished after SIGTERM."""
+    """Loading, a model and its adapter, a receipt that another process confirms, an answer finished
+    after SIGTERM.
+    """
     process, url, lines = serve(
         "base", "--adapter", "tuned=run", "--adapter", "again=run", "--default.top_k=9"
     )

@@ -1,4 +1,6 @@
-"""``train.py`` as a user runs it: what it leaves, and that no interruption changes the outcome by a bit."""
+"""``train.py`` as a user runs it: what it leaves, and that no interruption changes the outcome by a
+bit.
+"""
 
 import dataclasses
 import html
@@ -150,7 +152,9 @@ def test_the_saved_configuration_starts_the_same_run_again(small_run, workshop):
 
 @pytest.mark.slow
 def test_stopped_and_continued_is_the_same_to_the_last_bit(small_run, workshop, read_run, tmp_path):
-    """Stopped within the first epoch by SIGTERM and within the second by SIGINT; each time a fresh process goes on."""
+    """Stopped within the first epoch by SIGTERM and within the second by SIGINT; each time a fresh
+    process goes on.
+    """
     run, stopped = tmp_path / "run", []
     often = ("--training.eval_every", 1, "--training.sample_tokens", 0)
     for at, number in [(3, signal.SIGTERM), (EPOCH + 3, signal.SIGINT)]:
@@ -167,8 +171,8 @@ def test_stopped_and_continued_is_the_same_to_the_last_bit(small_run, workshop, 
             r"(Ctrl-C|SIGTERM): finishing step \d+ and saving; again to quit now", name
         )
         assert (
-            said
-            == f"stopped at step {stopped[-1]} of 20; saved. Go on: python -m jllama train --resume {run}"
+            said == f"stopped at step {stopped[-1]} of 20; saved. "
+            f"Go on: python -m jllama train --resume {run}"
         )
     assert 3 <= stopped[0] < EPOCH < stopped[1] < STEPS
     done = workshop.finish(workshop.train(run, "--resume", "auto", *often))
@@ -239,7 +243,9 @@ def test_killed_at_any_moment_and_continued_is_the_same_to_the_last_bit(
 def test_a_full_disk_ends_with_a_sentence_and_the_last_good_checkpoint(
     workshop, read_run, tmp_path
 ):
-    """Files may no longer grow past 20 kB once the first checkpoint is whole: the parameters alone have 140 kB."""
+    """Files may no longer grow past 20 kB once the first checkpoint is whole: the parameters alone
+    have 140 kB.
+    """
     run = tmp_path / "run"
     process = workshop.train(run, "--training.eval_every", 1, "--training.sample_tokens", 0)
     wait_for_step(read_run, process, run, 3)
@@ -416,7 +422,9 @@ def test_without_its_name_a_run_stays(workshop, copied, capsys, monkeypatch, tex
 
 
 def test_only_runs_are_overwritten(workshop, copied, capsys):
-    """A folder with a file that no run writes stays as it is, and so does one with the text to train on."""
+    """A folder with a file that no run writes stays as it is, and so does one with the text to
+    train on.
+    """
     before = everything(copied)
     (copied / "thesis.txt").write_text("a year of work " * 100)
     for changes, what in [
@@ -431,7 +439,9 @@ def test_only_runs_are_overwritten(workshop, copied, capsys):
 
 
 def test_a_preset_is_the_architecture(workshop, tmp_path, capsys):
-    """In the run's configuration; where its context is long, windows of 1,024 tokens are the default."""
+    """In the run's configuration; where its context is long, windows of 1,024 tokens are the
+    default.
+    """
     run = tmp_path / "run"
     arguments = [
         f"--run_dir={run}",
@@ -493,15 +503,19 @@ def test_another_corpus_is_refused(workshop, copied, capsys, tmp_path):
 
 
 def test_a_change_of_the_schedule_is_said_and_asked_for(workshop, copied, capsys, read_run):
-    """Pitfall 37. What it was and what it is, and the learning rate before and after; nothing is written."""
+    """Pitfall 37. What it was and what it is, and the learning rate before and after; nothing is
+    written.
+    """
     before = everything(copied)
     code, message = refused(workshop, copied, capsys, "--resume", "auto", "--training.steps", 40)
     assert code == 1
     config = parse(TrainConfig, ["--config", str(copied / "config.yaml")], "train.py")
     rate = float(learning_rate_at(STEPS, config.optimizer, 40))
     assert message == (
-        f"error: training.steps was 20 and is 40, the learning rate was 1.00e-03 at step 20 and is {rate:.2e} at step "
-        f"21: leave out what has changed, or go on so with resume_with_changes, or start a new run with another "
+        f"error: training.steps was 20 and is 40, the learning rate was 1.00e-03 at step 20 "
+        f"and is {rate:.2e} at step "
+        f"21: leave out what has changed, or go on so with resume_with_changes, or start a "
+        f"new run with another "
         f"run_dir"
     )
     code, message = refused(
@@ -602,7 +616,8 @@ def test_a_run_in_use_is_refused_with_who_has_it(workshop, copied, capsys, monke
         code, message = refused(workshop, copied, capsys, "--resume", "auto")
         assert code == 1
         assert re.fullmatch(
-            rf"error: {copied} is in use by process {os.getpid()} on \S+ since [\d-]+ [\d:]+: wait for it, "
+            rf"error: {copied} is in use by process {os.getpid()} on \S+ since [\d-]+ "
+            rf"[\d:]+: wait for it, "
             rf"or choose another folder",
             message,
         )
@@ -632,7 +647,9 @@ def test_a_run_stopped_before_its_first_checkpoint_starts_again(
 def test_what_was_due_when_a_run_was_stopped_is_done_when_it_goes_on(
     workshop, copied, capsys, read_run
 ):
-    """Pitfall 43: an evaluation that a stop skipped. The run is as 0.1.0 wrote them, without its last one."""
+    """Pitfall 43: an evaluation that a stop skipped. The run is as 0.1.0 wrote them, without its
+    last one.
+    """
     meta = copied / "checkpoints" / str(STEPS) / "meta" / "metadata"
     noted = json.loads(meta.read_text())
     meta.write_text(
@@ -654,7 +671,9 @@ def test_what_was_due_when_a_run_was_stopped_is_done_when_it_goes_on(
 
 
 def test_what_may_fail_and_what_may_not(workshop, tmp_path, capsys, monkeypatch, read_run):
-    """A crash of an evaluation or a sample is a warning; a validation loss that is no number ends the run, unsaved."""
+    """A crash of an evaluation or a sample is a warning; a validation loss that is no number ends
+    the run, unsaved.
+    """
     results = iter(
         [
             RuntimeError("out of luck"),
@@ -685,7 +704,10 @@ def test_what_may_fail_and_what_may_not(workshop, tmp_path, capsys, monkeypatch,
     ]
     assert cli.run("train", arguments) == 1
     err = capsys.readouterr().err
-    said = "the validation loss is not a finite number at step 4; the last good checkpoint is of step 3"
+    said = (
+        "the validation loss is not a finite number at step 4; the last good checkpoint is of "
+        "step 3"
+    )
     assert said in one_error(err)
     words = " ".join(err.split())
     assert words.count("warning: RuntimeError: out of luck; training goes on") == 1
@@ -706,10 +728,13 @@ def test_a_finished_run_resumed_says_the_same_again(workshop, copied, read_run):
 
 
 def test_init_from_has_defaults_that_fit_and_takes_any_configuration(tmp_path, capsys):
-    """What a file says of the model gives way; what it says of training counts; flags are left to be judged."""
+    """What a file says of the model gives way; what it says of training counts; flags are left to
+    be judged.
+    """
     file = tmp_path / "file.yaml"
     file.write_text(
-        "model: {embed_dim: 64}\ndata: {tokenizer: bytes, path: x}\noptimizer: {learning_rate: 0.5}\n"
+        "model: {embed_dim: 64}\ndata: {tokenizer: bytes, path: x}\noptimizer: "
+        "{learning_rate: 0.5}\n"
     )
     plain = read_options(["--config", str(file)], "train.py")
     assert (plain.model.embed_dim, plain.training.batch_size) == (64, 16)

@@ -1,4 +1,6 @@
-"""What is seen of a run, and what it survives: loggers, failures, steps left out, patience, the page of several."""
+"""What is seen of a run, and what it survives: loggers, failures, steps left out, patience, the
+page of several.
+"""
 
 import contextlib
 import json
@@ -79,7 +81,9 @@ def test_records_wait_in_order_for_a_writer_that_works():
 def test_a_restart_leaves_no_gap_in_samples_and_tensorboard(
     workshop, tmp_path, read_run, capsys, monkeypatch
 ):
-    """TensorBoard has what metrics.jsonl has, live and replayed; samples that failed are tried again, then too."""
+    """TensorBoard has what metrics.jsonl has, live and replayed; samples that failed are tried
+    again, then too.
+    """
     run, attempts, generate = tmp_path / "run", [], loop.generate
 
     def fails_at_first(*arguments, **named):
@@ -129,7 +133,9 @@ def test_trackio_has_it_too(workshop, small_run, tmp_path):
 
 
 def test_a_logger_that_fails_stops_nothing(workshop, tmp_path, read_run, capsys, monkeypatch):
-    """It is said once, and all comes when it works again; a disk that is full for a while loses no line either."""
+    """It is said once, and all comes when it works again; a disk that is full for a while loses no
+    line either.
+    """
     calls, given = [], []
 
     def broken(folder, config, step):
@@ -179,7 +185,9 @@ def test_a_logger_that_is_not_there_is_said_before_anything_is_written(
 
 
 def test_steps_left_out_are_logged_with_their_batches(workshop, tmp_path, read_run, capsys):
-    """A gradient twice as long as usual is a spike here; the means leave it out, and it ends a run that wants that."""
+    """A gradient twice as long as usual is a spike here; the means leave it out, and it ends a run
+    that wants that.
+    """
     run, spikes = (
         tmp_path / "run",
         ("--training.spike_factor", 1.02, "--optimizer.learning_rate", 1e-5),
@@ -204,7 +212,8 @@ def test_steps_left_out_are_logged_with_their_batches(workshop, tmp_path, read_r
     )
     norm, kept = f"{first['grad_norm']:.3g}", first["step"] - 1
     assert capsys.readouterr().err.splitlines()[-1] == (
-        f"error: the gradient's norm, {norm}, is a spike at step {first['step']}; the last good checkpoint is of step "
+        f"error: the gradient's norm, {norm}, is a spike at step {first['step']}; the last "
+        f"good checkpoint is of step "
         f"{kept}: try a lower optimizer.learning_rate or optimizer.clip_norm"
     )
 
@@ -227,7 +236,10 @@ def test_patience_ends_a_run_also_after_a_restart(workshop, tmp_path, read_run, 
     assert read_run.lines(run) == lines
     assert said in capsys.readouterr().err.splitlines()
     assert cli.run("train", ["--resume", str(run)]) == 0
-    advice = f"{run} is finished (step 4 of 9). To go on: python -m jllama train --resume {run} --training.patience 0"
+    advice = (
+        f"{run} is finished (step 4 of 9). To go on: python -m jllama train --resume {run} "
+        f"--training.patience 0"
+    )
     assert capsys.readouterr().err == advice + "\n"
 
 
