@@ -616,7 +616,7 @@ def test_smollm2_calls_what_it_must():
     Where a call is required, one comes, with the arguments that the question gives.
     """
     model = jllama.load(real_file("SmolLM2-135M-Instruct.Q4_1.gguf"))
-    assert dialect(model.chat_template) == SMOLLM2
+    assert find_dialect(model.chat_template) == SMOLLM2
     tokenizer, ends = model.text_tokenizer, end_of_turn_ids(model.text_tokenizer, model.stop_ids)
 
     def answer(question, choice, parallel):
