@@ -348,6 +348,7 @@ def _contestant(name: str, work: Json, options: BenchOptions) -> Iterator[Callab
             stdout.read()
         finally:
             process.kill()
+            process.wait()  # leaving Popen after Ctrl-C waits only a quarter of a second
 
 
 def _command(name: str, work: Json, options: BenchOptions) -> tuple[list[str], dict[str, str]]:
