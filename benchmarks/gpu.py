@@ -141,7 +141,9 @@ def attention(case: Row) -> Row:
         try:
             function = both_passes(name, segments)
             actual = function(*inputs)
-            forward = jax.jit(functools.partial(jllama.functional.attention, mask=mask, implementation=name))
+            forward = jax.jit(
+                functools.partial(jllama.functional.attention, mask=mask, implementation=name)
+            )
             rows[name] = {
                 "forward_ms": 1e3 * seconds(forward, *inputs[:3]),
                 "both_ms": 1e3 * seconds(function, *inputs),
