@@ -16,9 +16,9 @@ from jllama.config import LlamaConfig, MeshConfig
 from jllama.data.batches import Batch
 from jllama.decode_params import DecodeParams, Quantization, decode_layout
 from jllama.devices import ACCELERATORS, Accelerator, device_bytes, program_bytes
-from jllama.errors import JllamaError, UsageError
+from jllama.errors import JllamaError
 from jllama.files import Json
-from jllama.functional import UnsupportedAttention, choose_cache_attention
+from jllama.functional import choose_cache_attention
 from jllama.model import KVCache, abstract_params, build_model
 from jllama.parameters import parameter_table, shape_of, tensor_specs, training_flops_per_token
 from jllama.plan import program
@@ -221,10 +221,7 @@ def plan_training(config: TrainConfig, topology: str) -> Receipt:
         "settings": settings(config),
         "starting_bytes": starting_bytes(config, training),
     }
-    try:
-        lowered = training.step.lower(state, batch)
-    except UnsupportedAttention as error:
-        raise UsageError(f"{error}: take another training.attention, or mesh.sequence") from error
+    lowered = training.step.lower(state, batch)
     receipt = _receipt(topology, accelerator, mesh, lowered, flops, tokens, known)
     if receipt.fits:
         return receipt

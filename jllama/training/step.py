@@ -28,7 +28,7 @@ from jllama.config import LlamaConfig
 from jllama.data.batches import Batch
 from jllama.devices import keep_freed_memory, loss_chunk_tokens
 from jllama.errors import UsageError, check_fields, unknown_name
-from jllama.functional import choose_attention
+from jllama.functional import UnsupportedAttention, choose_attention
 from jllama.model import LayerGather, Llama, build_model, check_attention, check_ids, initial_params
 from jllama.parameters import Params
 from jllama.sharding import BATCH, gather_groups, make_mesh, ruleset, state_sharding
@@ -497,8 +497,16 @@ class CheckedStep:
             check_ids(batch.tokens, self.config)
 
     def lower(self, state: Any, batch: Any) -> Any:
-        """Lower the program for arrays of these shapes, as ``jax.jit(...).lower`` does."""
-        return self.program.lower(state, batch)
+        """Lower the program for arrays of these shapes, as ``jax.jit(...).lower`` does.
+
+        Raises ``UsageError`` if the attention implementation cannot serve them.
+        """
+        try:
+            return self.program.lower(state, batch)
+        except UnsupportedAttention as error:
+            raise UsageError(
+                f"{error}: take another training.attention, or mesh.sequence"
+            ) from error
 
 
 def compute_dtype(config: TrainConfig, mesh: Mesh) -> np.dtype[Any]:

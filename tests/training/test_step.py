@@ -15,7 +15,7 @@ from models import SMALL, weights
 from jllama import oracle
 from jllama.data.batches import Batch, text_batch
 from jllama.errors import UsageError
-from jllama.functional import ATTENTION
+from jllama.functional import ATTENTION, AttentionImplementation
 from jllama.sharding import MeshConfig, make_mesh
 from jllama.training.config import LoopConfig, OptimizerConfig, TrainConfig
 from jllama.training.optimizer import OPTIMIZERS
@@ -301,3 +301,14 @@ def test_a_profile_is_readable():
     program = training.step.lower(state, BATCH).as_text(debug_info=True)
     for scope in ("embedding", "attention", "feed_forward", "head", "optimizer"):
         assert re.search(rf"[(/]{scope}[)/]", program)
+
+
+def test_an_attention_that_cannot_serve_the_rows_is_one_sentence(monkeypatch):
+    refusing = AttentionImplementation(lambda *arrays: None, lambda *arrays: "documents")
+    monkeypatch.setitem(ATTENTION, "mine", refusing)
+    options = LoopConfig(batch_size=8, seq_len=24, attention="mine")
+    training = compile_training(TrainConfig(CONFIG, training=options))
+    state = jax.eval_shape(training.init, jax.random.key(0))
+    problem = "'mine' cannot serve documents: take another training.attention"
+    with pytest.raises(UsageError, match=problem):
+        training.step.lower(state, text_batch(make_windows(), BOS))
