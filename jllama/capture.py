@@ -49,9 +49,9 @@ def activations(
     values = {"embedding": x}
     for index, layer in enumerate(_layers(llama)):
         name = f"layers/{index}"
-        for part, value in zip(PARTS, _parts(layer, x, inputs), strict=True):
+        for part, value in zip(PARTS, _parts(layer, x, inputs[index]), strict=True):
             values[f"{name}/{part}"] = value
-        x, _ = layer(x, inputs)
+        x, _ = layer(x, inputs[index])
         values[name] = x
     values["final_norm"] = F.rms_norm(x, llama.final_norm[...], config.norm_eps)
     return {name: values[name] for name in names}
@@ -59,14 +59,10 @@ def activations(
 
 def _parts(layer: Layer, x: Array, inputs: AttentionInputs) -> tuple[Array, Array, Array]:
     """Compute the ``PARTS`` of a layer whose input is ``x``."""
-    normed = F.rms_norm(x, layer.attn_norm[...], layer.norm_eps)
-    query, key, _ = layer.heads(normed)
-    query = F.apply_rope(query, inputs.cos, inputs.sin)
-    key = F.apply_rope(key, inputs.cos, inputs.sin)
+    query, key, _ = layer.heads(layer.normalize(x, "attn_norm"), inputs)
     weights = F.attention_weights(query, key, inputs.mask.dense(x.shape[1], x.shape[1]))
-    mixed, _ = layer.attention(normed, inputs)
-    normed = F.rms_norm(x + mixed, layer.mlp_norm[...], layer.norm_eps)
-    return mixed, weights, layer.feed_forward(normed)
+    mixed, _ = layer.attention_update(x, inputs)
+    return mixed, weights, layer.feed_forward_update(x + mixed)
 
 
 def _layers(llama: Llama) -> Iterator[Layer]:

@@ -1,6 +1,7 @@
 """Configuration dataclasses: mesh, processes, LoRA, the model; and what a text must match."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from jllama.errors import UsageError, check_fields, check_size
@@ -155,9 +156,25 @@ def llama_mlp_dim(
     return (width + multiple_of - 1) // multiple_of * multiple_of
 
 
+class LayerKind(NamedTuple):
+    """What tells the attention of one layer from that of another; Llama's layers are of one kind.
+
+    Attributes:
+        rope: whether queries and keys are rotated: not at all, by plain frequencies, or by those
+            of ``rope_scaling``.
+        window: how many tokens a query sees, itself included; None for all before it.
+    """
+
+    rope: Literal["none", "plain", "scaled"]
+    window: int | None
+
+
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
     """All numbers that define a Llama; sizes that are 0 are derived from the others.
+
+    The fields after ``tie_embeddings`` are those of related families, such as Mistral and Qwen;
+    their defaults are Llama's.
 
     Args:
         vocab_size: rows of the embedding table; in training, 0 takes the tokenizer's.
@@ -174,6 +191,22 @@ class LlamaConfig:
             mapping of ``type`` (linear, dynamic, llama3, yarn), ``factor`` and that type's other
             fields; null for none.
         tie_embeddings: the output head is the embedding table, transposed.
+        attention_bias: queries, keys and values have a bias (Qwen 2).
+        qk_norm: RMSNorm of queries and keys before the rotation: of each head (Qwen 3) or of all
+            heads together (OLMo 2).
+        norm_placement: where a layer's two norms are: before attention and SwiGLU, or after them,
+            of what is added to the residual stream (OLMo 2).
+        no_rope_layers: indices, from 0, of layers whose queries and keys are not rotated (SmolLM3).
+        sliding_window: how many tokens a query sees, itself included; 0 for all (Mistral).
+        full_attention_layers: indices, from 0, of layers without the sliding window (OLMo 3).
+        rope_scaling_layers: layers that ``rope_scaling`` applies to: all, or those without the
+            sliding window (OLMo 3).
+        partial_rotary_factor: the part of each head's channels, from the first on, that is rotated
+            (Phi).
+        embedding_multiplier: factor of the embeddings (Granite).
+        residual_multiplier: factor of what attention and SwiGLU add to the residual stream.
+        attention_multiplier: factor of attention's scores; 0 means ``1 / sqrt(head_dim)``.
+        logits_scaling: divisor of the logits.
 
     >>> config = LlamaConfig(vocab_size=32_000, embed_dim=512, num_heads=8)
     >>> config.head_dim, config.mlp_dim
@@ -192,6 +225,18 @@ class LlamaConfig:
     rope_theta: float = 10_000.0
     rope_scaling: Scaling = None
     tie_embeddings: bool = False
+    attention_bias: bool = False
+    qk_norm: Literal["none", "head", "whole"] = "none"
+    norm_placement: Literal["before", "after"] = "before"
+    no_rope_layers: Sequence[int] = ()
+    sliding_window: int = 0
+    full_attention_layers: Sequence[int] = ()
+    rope_scaling_layers: Literal["all", "full_attention"] = "all"
+    partial_rotary_factor: float = 1.0
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    attention_multiplier: float = 0.0
+    logits_scaling: float = 1.0
 
     def __post_init__(self) -> None:
         derived = ("vocab_size", "num_kv_heads", "head_dim", "mlp_dim")
@@ -201,7 +246,9 @@ class LlamaConfig:
         check_fields(
             self, "", "norm_eps rope_theta", lambda value: 0 < value < 1e300, "positive, and finite"
         )
-        check_fields(self, "", "tie_embeddings", lambda value: type(value) is bool, "true or false")
+        switches = "tie_embeddings attention_bias"
+        check_fields(self, "", switches, lambda value: type(value) is bool, "true or false")
+        _check_extensions(self)
         if not self.head_dim and self.embed_dim % self.num_heads:
             raise UsageError(
                 f"embed_dim {self.embed_dim} is not divisible by num_heads {self.num_heads}: "
@@ -219,14 +266,101 @@ class LlamaConfig:
             raise UsageError(
                 f"head_dim {self.head_dim} is odd: rotary embedding turns pairs, so it must be even"
             )
+        if self.rotary_dim % 2 or not self.rotary_dim:
+            raise UsageError(
+                f"head_dim {self.head_dim} times partial_rotary_factor "
+                f"{self.partial_rotary_factor} makes {self.rotary_dim} channels to rotate: "
+                "choose factors that make pairs"
+            )
         if isinstance(self.rope_scaling, dict):
             object.__setattr__(self, "rope_scaling", RopeScaling.from_fields(self.rope_scaling))
         scaling = self.rope_scaling
+        if not scaling or not self.sliding_window:
+            object.__setattr__(self, "rope_scaling_layers", "all")
         if not scaling:
             return
         for name, bound in scaling.must_exceed.items():
             expected = f"over {bound} with rope_scaling of type {scaling.type}"
             check_fields(self, "", name, lambda value, bound=bound: value > bound, expected)
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many channels of each head are rotated."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def layer_kinds(self) -> list[LayerKind]:
+        """The kind of each layer."""
+        kinds = []
+        for layer in range(self.num_layers):
+            has_window = self.sliding_window > 0 and layer not in self.full_attention_layers
+            is_scaled = self.rope_scaling_layers == "all" or not has_window
+            rope = "scaled" if is_scaled else "plain"
+            if layer in self.no_rope_layers:
+                rope = "none"
+            kinds.append(LayerKind(rope, self.sliding_window if has_window else None))
+        return kinds
+
+    @property
+    def extensions(self) -> list[str]:
+        """The names of the fields that have another value than in a Llama."""
+        return [name for name, value in LLAMA_VALUES.items() if getattr(self, name) != value]
+
+
+_NAMES = [field.name for field in dataclasses.fields(LlamaConfig)]
+LLAMA_VALUES = {
+    field.name: field.default
+    for field in dataclasses.fields(LlamaConfig)[_NAMES.index("attention_bias") :]
+}
+"""The fields that a Llama does not have, with the values that give a Llama."""
+
+
+def _check_extensions(config: LlamaConfig) -> None:
+    """Raise ``UsageError`` for a wrong value of a field that a Llama does not have."""
+    choices = {
+        "qk_norm": ("none", "head", "whole"),
+        "norm_placement": ("before", "after"),
+        "rope_scaling_layers": ("all", "full_attention"),
+    }
+    for name, values in choices.items():
+        check_fields(
+            config,
+            "",
+            name,
+            lambda value, values=values: value in values,
+            "one of " + ", ".join(values),
+        )
+    factors = "embedding_multiplier residual_multiplier logits_scaling"
+    check_fields(config, "", factors, lambda value: 0 < value < 1e300, "positive, and finite")
+    check_fields(
+        config,
+        "",
+        "attention_multiplier",
+        lambda value: 0 <= value < 1e300,
+        "positive, or 0 for 1 / sqrt(head_dim)",
+    )
+    check_fields(
+        config, "", "partial_rotary_factor", lambda value: 0 < value <= 1, "over 0, and at most 1"
+    )
+    check_fields(
+        config,
+        "",
+        "sliding_window",
+        lambda size: type(size) is int and 0 <= size <= MAX_SEQ_LEN,
+        "a number of tokens, or 0 for no window",
+    )
+    for name in ("no_rope_layers", "full_attention_layers"):
+        layers = tuple(getattr(config, name))
+        object.__setattr__(config, name, layers)
+        check_fields(
+            config,
+            "",
+            name,
+            lambda layers: set(layers) <= set(range(config.num_layers)),
+            f"indices of layers, from 0 to {config.num_layers - 1}",
+        )
+    if config.full_attention_layers and not config.sliding_window:
+        raise UsageError("full_attention_layers is set without a sliding_window: set both")
 
 
 GrammarKind = Literal["json_schema", "regex", "lark"]

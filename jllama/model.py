@@ -7,6 +7,7 @@ begins with ``llama = build_model(config, params)``.
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +21,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jllama import functional as F
-from jllama.config import LlamaConfig
+from jllama.config import LayerKind, LlamaConfig
 from jllama.decode_params import DecodeParams
 from jllama.devices import loss_chunk_tokens
 from jllama.errors import UsageError, unknown_name
@@ -83,12 +84,12 @@ class KVCache(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True)
 class AttentionInputs:
-    """What every layer needs besides its input.
+    """What a layer needs besides its input; layers of one kind share it.
 
     The types of arrays are ``Any`` because JAX also builds trees from leaves that are not arrays.
 
     Attributes:
-        cos: the rotary table, Float[Array, "#batch seq half"].
+        cos: the rotary table, Float[Array, "#batch seq half"]; None for layers without rotation.
         sin: the same.
         mask: which keys a query sees.
         slots: Int[Array, "batch seq"], those of the cache that new keys and values are written to.
@@ -148,7 +149,10 @@ class _Module(nnx.Module):
 
 
 class Layer(_Module):
-    """One transformer block: ``x += attention(norm(x))``, then ``x += swiglu(norm(x))``."""
+    """One transformer block: ``x += attention(norm(x))``, then ``x += swiglu(norm(x))``.
+
+    With ``norm_placement`` "after" it is ``x += norm(attention(x))``, ``x += norm(swiglu(x))``.
+    """
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -160,12 +164,30 @@ class Layer(_Module):
     ) -> Attended:
         """Return the block's output, and ``cached`` with the new keys and values in it, if set."""
         with jax.named_scope("attention"):
-            normed = F.rms_norm(x, self.attn_norm[...], self.norm_eps)
-            mixed, cached = self.attention(normed, inputs, cached)
-            x = x + mixed
+            update, cached = self.attention_update(x, inputs, cached)
+            x = x + update
         with jax.named_scope("feed_forward"):
-            normed = F.rms_norm(x, self.mlp_norm[...], self.norm_eps)
-            return x + self.feed_forward(normed), cached
+            return x + self.feed_forward_update(x), cached
+
+    def attention_update(
+        self, x: Stream, inputs: AttentionInputs, cached: KeysValues | None = None
+    ) -> Attended:
+        """Compute what attention adds to ``x``, and the updated ``cached``."""
+        mixed, cached = self.attention(self.normalize(x, "attn_norm"), inputs, cached)
+        return self.residual(self.normalize(mixed, "attn_out_norm")), cached
+
+    def feed_forward_update(self, x: Stream) -> Stream:
+        """Compute what the feed-forward network adds to ``x``."""
+        mixed = self.feed_forward(self.normalize(x, "mlp_norm"))
+        return self.residual(self.normalize(mixed, "mlp_out_norm"))
+
+    def normalize(self, x: Stream, name: str) -> Stream:
+        """Apply one of the layer's norms, if the model has it."""
+        return F.rms_norm(x, getattr(self, name)[...], self.norm_eps) if hasattr(self, name) else x
+
+    def residual(self, update: Stream) -> Stream:
+        """Multiply what is added to the residual stream by ``residual_multiplier``."""
+        return multiply(update, self.config.residual_multiplier)
 
     def attention(
         self, x: Stream, inputs: AttentionInputs, cached: KeysValues | None = None
@@ -174,9 +196,7 @@ class Layer(_Module):
 
         Return the projected result, and the updated ``cached``.
         """
-        query, key, value = self.heads(x)
-        query = F.apply_rope(query, inputs.cos, inputs.sin)
-        key = F.apply_rope(key, inputs.cos, inputs.sin)
+        query, key, value = self.heads(x, inputs)
         visible = (key, value)
         if cached is not None:
             cached_keys, cached_values = cached
@@ -193,15 +213,44 @@ class Layer(_Module):
         flat = mixed.reshape(x.shape[0] * x.shape[1], -1)
         return (flat @ wo.reshape(-1, wo.shape[-1])).reshape(x.shape), cached
 
-    def heads(self, x: Stream) -> tuple[Array, ...]:
-        """Compute queries, keys and values before the rotary embedding.
+    def heads(self, x: Stream, inputs: AttentionInputs) -> tuple[Array, ...]:
+        """Compute queries, keys and values: products, biases, norms, and the rotary embedding.
 
         Each is ``[batch, heads or kv_heads, seq, head_dim]``.
         """
-        return tuple(
+        products = self.products(x, "wq", "wk", "wv")
+        if self.config.attention_bias:
+            biases = (self.bq[...], self.bk[...], self.bv[...])
+            products = [product + bias for product, bias in zip(products, biases, strict=True)]
+        query, key, value = products
+        if self.config.qk_norm == "head":
+            query = F.rms_norm(query, self.q_norm[...], self.norm_eps)
+            key = F.rms_norm(key, self.k_norm[...], self.norm_eps)
+        if self.config.qk_norm == "whole":
+            query = self.normalize_whole(query, self.q_norm_whole[...])
+            key = self.normalize_whole(key, self.k_norm_whole[...])
+        if self.config.attention_multiplier:  # attention divides scores by sqrt(head_dim)
+            query = query * (self.config.attention_multiplier * self.config.head_dim**0.5)
+        query, key, value = (
             product.reshape(*x.shape[:2], *product.shape[1:]).swapaxes(1, 2)
-            for product in self.products(x, "wq", "wk", "wv")
+            for product in (query, key, value)
         )
+        return self.rotate(query, inputs), self.rotate(key, inputs), value
+
+    def rotate(self, x: Array, inputs: AttentionInputs) -> Array:
+        """Apply the rotary embedding to the first ``rotary_dim`` channels of each head."""
+        if inputs.cos is None:
+            return x
+        dim = self.config.rotary_dim
+        if dim == self.config.head_dim:
+            return F.apply_rope(x, inputs.cos, inputs.sin)
+        rotated = F.apply_rope(x[..., :dim], inputs.cos, inputs.sin)
+        return jnp.concatenate([rotated, x[..., dim:]], axis=-1)
+
+    def normalize_whole(self, x: Array, scale: Array) -> Array:
+        """Apply RMSNorm over all heads of a token together; ``x`` is ``[tokens, heads, dim]``."""
+        normed = F.rms_norm(x.reshape(len(x), -1), scale.reshape(-1), self.norm_eps)
+        return normed.reshape(x.shape)
 
     def feed_forward(self, x: Stream) -> Stream:
         """Compute ``functional.swiglu`` with this layer's matrices."""
@@ -308,13 +357,14 @@ class Llama(_Module):
             check_length(self.config, length)
             positions = jnp.arange(length)[None]
         mask = F.Mask(query_segments=segments, key_segments=segments)
-        inputs = attention_inputs(self.config, positions, mask, length, attention)
+        mesh = parallel.mesh if parallel else None
+        inputs = attention_inputs(self.config, positions, mask, length, attention, mesh=mesh)
         x = self.embedding(tokens)
         if isinstance(self.layers, Layer):
             x = _scan_layers(self.layers, x, inputs, remat, parallel)
         else:
             for index in range(self.config.num_layers):
-                x, _ = self.layers[str(index)](x, inputs)
+                x, _ = self.layers[str(index)](x, inputs[index])
         return F.rms_norm(x, self.final_norm[...], self.config.norm_eps)
 
     def decode(
@@ -371,8 +421,11 @@ class Llama(_Module):
         if not cache_is_empty:
             mask = F.Mask(offset=jnp.where(counts > 0, cache.lengths, 0))
         mesh = jax.typeof(final_norm).sharding.mesh
-        inputs = dataclasses.replace(
-            attention_inputs(self.config, positions, mask, implementation=attention),
+        inputs = attention_inputs(
+            self.config,
+            positions,
+            mask,
+            implementation=attention,
             slots=slots,
             mesh=mesh if mesh.size > 1 else None,
             cache_is_empty=cache_is_empty,
@@ -383,16 +436,17 @@ class Llama(_Module):
         updated = []
         for index in range(self.config.num_layers):
             cached = (cache.keys[index], cache.values[index])
-            x, cached = _run_layer(*nnx.split(self.layers[str(index)]), x, inputs, cached)
+            layer = self.layers[str(index)]
+            x, cached = _run_layer(*nnx.split(layer), x, inputs[index], cached)
             updated.append(cached)
         keys, values = zip(*updated, strict=True)
         x = F.rms_norm(x, final_norm, self.config.norm_eps)
         return x, KVCache(keys, values, cache.lengths + counts)
 
     def logits(self, hidden: Float[Array, "*lead embed"]) -> Float[Array, "*lead vocab"]:
-        """Compute float32 scores of every token of the vocabulary: ``hidden @ head``."""
+        """Compute float32 scores of every token: ``hidden @ head / logits_scaling``."""
         with jax.named_scope("head"):
-            return F.project(hidden, self.head)
+            return F.project(self._scale(hidden), self.head)
 
     def loss(
         self,
@@ -407,7 +461,7 @@ class Llama(_Module):
         """
         with jax.named_scope("head"):
             return F.linear_cross_entropy(
-                hidden, self.head, targets, mask, z_loss, self._chunk_tokens()
+                self._scale(hidden), self.head, targets, mask, z_loss, self._chunk_tokens()
             )
 
     def token_log_probs(
@@ -418,7 +472,11 @@ class Llama(_Module):
         See ``functional.token_log_probs``.
         """
         with jax.named_scope("head"):
-            return F.token_log_probs(hidden, self.head, targets, self._chunk_tokens())
+            return F.token_log_probs(self._scale(hidden), self.head, targets, self._chunk_tokens())
+
+    def _scale(self, hidden: Float[Array, "*lead embed"]) -> Float[Array, "*lead embed"]:
+        """Divide the input of the head, and so the logits, by ``logits_scaling``."""
+        return multiply(hidden, 1 / self.config.logits_scaling)
 
     def _chunk_tokens(self) -> int:
         return self.chunk_tokens or loss_chunk_tokens(jax.devices()[0], self.config.vocab_size)
@@ -431,29 +489,64 @@ class Llama(_Module):
     def embedding(self, tokens: Int[Array, "batch seq"]) -> Stream:
         """Look up the input of the first layer."""
         with jax.named_scope("embedding"):
-            return F.embedding(self.embed[...], tokens)
+            looked_up = F.embedding(self.embed[...], tokens)
+            return multiply(looked_up, self.config.embedding_multiplier)
+
+
+def multiply(x: Array, factor: float) -> Array:
+    """Return ``x`` times a factor of the configuration, which is mostly 1."""
+    return x if factor == 1 else x * factor
 
 
 def _scan_layers(
-    layers: Layer, x: Stream, inputs: AttentionInputs, remat: str, parallel: LayerGather | None
+    layers: Layer,
+    x: Stream,
+    inputs: Sequence[AttentionInputs],
+    remat: str,
+    parallel: LayerGather | None,
 ) -> Stream:
-    """Run stacked layers one after the other, in one loop."""
+    """Run stacked layers one after the other, in one loop.
+
+    An iteration runs one layer, or a few if their kinds repeat: four for three layers with a
+    sliding window and one without.
+    """
     graph, state = nnx.split(layers)
     stacked = (nnx.to_pure_dict(state),)
     if parallel:
-        inputs = dataclasses.replace(inputs, mesh=parallel.mesh)
         stacked = (*stacked, parallel.zeros)
 
-    def run_layer(x: Array, parts: tuple[Params, ...]) -> tuple[Array, None]:
+    def run_layer(
+        inputs: AttentionInputs, x: Array, parts: tuple[Params, ...]
+    ) -> tuple[Array, None]:
         x = checkpoint_name(x, BLOCK_INPUT)
         weights = parallel.gather(*parts) if parallel else parts[0]
         x, _ = nnx.merge(graph, weights)(x, inputs)
         return x, None
 
+    period = _period(layers.config.layer_kinds)
+    runs = [functools.partial(run_layer, inputs[index]) for index in range(period)]
     if remat != "none":
-        run_layer = jax.checkpoint(run_layer, policy=REMAT[remat], prevent_cse=False)
-    x, _ = jax.lax.scan(run_layer, x, stacked)
+        runs = [jax.checkpoint(run, policy=REMAT[remat], prevent_cse=False) for run in runs]
+    if period == 1:
+        x, _ = jax.lax.scan(runs[0], x, stacked)
+        return x
+
+    def run_period(x: Array, parts: tuple[Params, ...]) -> tuple[Array, None]:
+        for index, run in enumerate(runs):
+            x, _ = run(x, jax.tree.map(operator.itemgetter(index), parts))
+        return x, None
+
+    stacked = jax.tree.map(lambda leaf: leaf.reshape(-1, period, *leaf.shape[1:]), stacked)
+    x, _ = jax.lax.scan(run_period, x, stacked)
     return x
+
+
+def _period(kinds: Sequence[LayerKind]) -> int:
+    """Return after how many layers their kinds repeat; the number of all layers if they do not."""
+    for size in range(1, len(kinds)):
+        if [*kinds[size:], *kinds[:size]] == [*kinds]:
+            return size
+    return len(kinds)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -541,14 +634,34 @@ def attention_inputs(
     mask: F.Mask,
     seq_len: int = 0,
     implementation: str = "auto",
-) -> AttentionInputs:
-    """Make the inputs of all layers for these positions; ``seq_len`` as in ``rope_frequencies``."""
+    **others: Any,
+) -> list[AttentionInputs]:
+    """Make the inputs of each layer for these positions.
+
+    ``seq_len`` is as in ``rope_frequencies``; ``others`` are further fields of
+    ``AttentionInputs``.
+    """
     check_attention(implementation)
+    kinds = config.layer_kinds
+    by_kind = {}
+    for kind in dict.fromkeys(kinds):
+        cos, sin = _rope_tables(config, kind, positions, seq_len)
+        visible = dataclasses.replace(mask, window=kind.window)
+        by_kind[kind] = AttentionInputs(cos, sin, visible, implementation=implementation, **others)
+    return [by_kind[kind] for kind in kinds]
+
+
+def _rope_tables(config: LlamaConfig, kind: LayerKind, positions: Array, seq_len: int) -> Any:
+    """Return the tables of layers of one kind, or two times None if they do not rotate."""
+    if kind.rope == "none":
+        return None, None
+    if kind.rope == "plain":
+        config = dataclasses.replace(config, rope_scaling=None)
     cos, sin = F.rope_tables(positions, rope_frequencies(config, seq_len))
     if config.rope_scaling:
         cos *= config.rope_scaling.attention_factor
         sin *= config.rope_scaling.attention_factor
-    return AttentionInputs(cos, sin, mask, implementation=implementation)
+    return cos, sin
 
 
 def rope_frequencies(config: LlamaConfig, seq_len: int = 0) -> np.ndarray:
@@ -559,9 +672,9 @@ def rope_frequencies(config: LlamaConfig, seq_len: int = 0) -> np.ndarray:
     that their base cannot change later.
     """
     if config.rope_scaling is None:
-        return np.array(inverse_frequencies(config.head_dim, config.rope_theta))
+        return np.array(inverse_frequencies(config.rotary_dim, config.rope_theta))
     length = max(seq_len, config.max_seq_len)
-    return np.array(config.rope_scaling.frequencies(config.head_dim, config.rope_theta, length))
+    return np.array(config.rope_scaling.frequencies(config.rotary_dim, config.rope_theta, length))
 
 
 def build_model(config: LlamaConfig, params: Params | DecodeParams) -> Llama:

@@ -45,7 +45,8 @@ def rope_frequencies(config: "LlamaConfig", seq: int = 0) -> Frequencies:
     ``beta_fast`` times in the original context to the one that turns ``beta_slow`` times.
     """
     scaling: Any = config.rope_scaling
-    half = config.head_dim // 2
+    rotated = int(config.head_dim * config.partial_rotary_factor)
+    half = rotated // 2
     plain = config.rope_theta ** (-np.arange(half) / half)
     if scaling is None:
         return plain
@@ -55,10 +56,10 @@ def rope_frequencies(config: "LlamaConfig", seq: int = 0) -> Frequencies:
         excess = max(seq, config.max_seq_len) / scaling.original_max_seq_len - 1
         return plain / (1 + scaling.factor * max(excess, 0)) ** np.linspace(0, 1, half)
     if scaling.type == "yarn":
-        pairs = np.arange(config.head_dim)  # the bounds may lie past the last real pair
+        pairs = np.arange(rotated)  # the bounds may lie past the last real pair
         turns = scaling.original_max_seq_len / (2 * np.pi) * config.rope_theta ** (-pairs / half)
         first = max((turns >= scaling.beta_fast).sum() - 1, 0)
-        last = min((turns > scaling.beta_slow).sum(), config.head_dim - 1)
+        last = min((turns > scaling.beta_slow).sum(), rotated - 1)
         divided = np.interp(pairs[:half], [first, max(last, first + 1e-3)], [0, 1])
         return plain * (1 - divided) + plain / scaling.factor * divided
     low = scaling.low_freq_factor
@@ -70,13 +71,14 @@ def rope_frequencies(config: "LlamaConfig", seq: int = 0) -> Frequencies:
 
 
 def rotate(x: Heads, positions: Positions, frequencies: Frequencies) -> Heads:
-    """Turn each token by its position: channels i and i + head_dim/2 are one complex number.
+    """Turn each token by its position: channels i and i + half are one complex number.
 
-    Source: RoFormer, eq. 12.
+    Channels after these pairs stay. Source: RoFormer, eq. 12.
     """
-    real, imaginary = np.split(x, 2, axis=-1)
+    half = len(frequencies)
+    real, imaginary, others = np.split(x, [half, 2 * half], axis=-1)
     turned = (real + 1j * imaginary) * np.exp(1j * np.outer(positions, frequencies))
-    return np.concatenate([turned.real, turned.imag], axis=-1)
+    return np.concatenate([turned.real, turned.imag, others], axis=-1)
 
 
 def softmax(x: Rows) -> Rows:
@@ -145,21 +147,61 @@ def block(
     mask: Mask,
     positions: Positions,
     frequencies: Frequencies,
+    layer: int = 0,
 ) -> Rows:
-    """Compute one pre-norm block: attention, then SwiGLU, both added to their input.
+    """Compute one block, of index ``layer``: attention, then SwiGLU, both added to their input.
 
-    Source: Touvron et al. 2023, sec. 2.2.
+    Both normalize their input, or in OLMo 2 their output. ``frequencies`` are those of the whole
+    model.
+    Sources: Touvron et al. 2023, sec. 2.2; for sliding windows Jiang et al. 2023, sec. 2
+    (arXiv:2310.06825); for biases Qwen 2, sec. 2.2 (arXiv:2407.10671); for norms of each query and
+    key Qwen 3, sec. 2 (arXiv:2505.09388), of all heads together and of outputs OLMo 2, sec. 2.3
+    (arXiv:2501.00656); for layers without rotation SmolLM3's report and Yang et al. 2025
+    (arXiv:2501.18795); for multipliers Granite 3's configuration.
     """
-    h = rms_norm(x, w["attn_norm"], config.norm_eps)
-    q, k, v = (np.tensordot(h, w[name], axes=1).swapaxes(0, 1) for name in ("wq", "wk", "wv"))
-    if config.rope_scaling:
-        q = config.rope_scaling.attention_factor**2 * q  # YaRN's 1/t, sec. 3.4
-    q = rotate(q, positions, frequencies)
-    k = rotate(k, positions, frequencies)
+    eps = config.norm_eps
+    norms_inputs = config.norm_placement == "before"
+    has_window = config.sliding_window and layer not in config.full_attention_layers
+
+    # 1) Queries, keys and values, [heads, seq, head_dim].
+    h = rms_norm(x, w["attn_norm"], eps) if norms_inputs else x
+    q, k, v = (np.tensordot(h, w[name], axes=1) for name in ("wq", "wk", "wv"))
+    if config.attention_bias:
+        q, k, v = q + w["bq"], k + w["bk"], v + w["bv"]
+    if config.qk_norm == "head":
+        q = rms_norm(q, w["q_norm"], eps)
+        k = rms_norm(k, w["k_norm"], eps)
+    if config.qk_norm == "whole":
+        q = q / np.sqrt((q**2).mean(axis=(1, 2), keepdims=True) + eps) * w["q_norm_whole"]
+        k = k / np.sqrt((k**2).mean(axis=(1, 2), keepdims=True) + eps) * w["k_norm_whole"]
+    q, k, v = (array.swapaxes(0, 1) for array in (q, k, v))
+
+    # 2) Rotation. OLMo 3 does not scale it in layers with a window.
+    if layer not in config.no_rope_layers:
+        if has_window and config.rope_scaling_layers == "full_attention":
+            half = len(frequencies)
+            frequencies = config.rope_theta ** (-np.arange(half) / half)
+        elif config.rope_scaling:
+            q = config.rope_scaling.attention_factor**2 * q  # YaRN's 1/t, sec. 3.4
+        q = rotate(q, positions, frequencies)
+        k = rotate(k, positions, frequencies)
+
+    # 3) Attention.
+    if has_window:
+        indices = np.arange(len(x))
+        mask = mask & (np.subtract.outer(indices, indices) < config.sliding_window)
+    if config.attention_multiplier:
+        q = q * config.attention_multiplier * np.sqrt(config.head_dim)
     heads = attention(q, k, v, mask)
-    x = x + sum(heads[n] @ w["wo"][n] for n in range(config.num_heads))
-    h = rms_norm(x, w["mlp_norm"], config.norm_eps)
-    return x + swiglu(h, w["w_gate"], w["w_up"], w["w_down"])
+    h = sum(heads[n] @ w["wo"][n] for n in range(config.num_heads))
+    h = h if norms_inputs else rms_norm(h, w["attn_out_norm"], eps)
+    x = x + config.residual_multiplier * h
+
+    # 4) The feed-forward network.
+    h = rms_norm(x, w["mlp_norm"], eps) if norms_inputs else x
+    h = swiglu(h, w["w_gate"], w["w_up"], w["w_down"])
+    h = h if norms_inputs else rms_norm(h, w["mlp_out_norm"], eps)
+    return x + config.residual_multiplier * h
 
 
 def forward(
@@ -185,9 +227,10 @@ def forward(
     logits = []
     for row, position, segment in zip(tokens, positions, segments, strict=True):
         mask = np.tri(seq, dtype=bool) & np.equal.outer(segment, segment)
-        x = np.asarray(params["embed"][row], np.float64)
+        x = config.embedding_multiplier * np.asarray(params["embed"][row], np.float64)
         for i in range(config.num_layers):
             w = {name: np.asarray(stack[i], np.float64) for name, stack in params["layers"].items()}
-            x = block(x, w, config, mask, position, frequencies)
-        logits.append(rms_norm(x, final_norm, config.norm_eps) @ head)
+            x = block(x, w, config, mask, position, frequencies, i)
+        hidden = rms_norm(x, final_norm, config.norm_eps)
+        logits.append(hidden @ head / config.logits_scaling)
     return np.stack(logits)

@@ -97,6 +97,29 @@ def _row(axes: str, **columns: Any) -> Parameter:
     return Parameter(tuple(axes.replace("*", "").split()), inputs, **columns)
 
 
+def _bias(heads: str, **columns: Any) -> Parameter:
+    """Return the row of a bias of queries, keys or values."""
+    return _row(
+        f"layers {heads} head_dim",
+        role="bias",
+        init="zeros",
+        when=lambda config: config.attention_bias,
+        **columns,
+    )
+
+
+def _qk_norm(kind: str, axes: str, huggingface: str, gguf: str) -> Parameter:
+    """Return the row of a norm of queries or keys."""
+    return _row(
+        f"layers {axes}",
+        role="scale",
+        init="ones",
+        huggingface=huggingface,
+        gguf=gguf,
+        when=lambda config: config.qk_norm == kind,
+    )
+
+
 PARAMETERS = {
     # Rows of the embedding are looked up, not summed. If it is tied, it makes the logits, which
     # must start near zero (loss = ln vocab_size): hence the gain.
@@ -116,6 +139,7 @@ PARAMETERS = {
         huggingface="input_layernorm",
         gguf="attn_norm",
         llama2c=1,
+        when=lambda config: config.norm_placement == "before",
     ),
     "layers/wq": _row(
         "layers *embed heads head_dim",
@@ -143,6 +167,15 @@ PARAMETERS = {
         llama2c=4,
         joined="wqkv",
     ),
+    "layers/bq": _bias("heads", huggingface="self_attn.q_proj", gguf="attn_q", rotary=True),
+    "layers/bk": _bias("kv_heads", huggingface="self_attn.k_proj", gguf="attn_k", rotary=True),
+    "layers/bv": _bias("kv_heads", huggingface="self_attn.v_proj", gguf="attn_v"),
+    "layers/q_norm": _qk_norm("head", "head_dim", "self_attn.q_norm", "attn_q_norm"),
+    "layers/k_norm": _qk_norm("head", "head_dim", "self_attn.k_norm", "attn_k_norm"),
+    "layers/q_norm_whole": _qk_norm("whole", "heads head_dim", "self_attn.q_norm", "attn_q_norm"),
+    "layers/k_norm_whole": _qk_norm(
+        "whole", "kv_heads head_dim", "self_attn.k_norm", "attn_k_norm"
+    ),
     "layers/wo": _row(
         "layers *heads *head_dim embed",
         meta="attention.wo",
@@ -159,6 +192,7 @@ PARAMETERS = {
         huggingface="post_attention_layernorm",
         gguf="ffn_norm",
         llama2c=6,
+        when=lambda config: config.norm_placement == "before",
     ),
     "layers/w_gate": _row(
         "layers *embed mlp",
@@ -183,6 +217,22 @@ PARAMETERS = {
         gguf="ffn_down",
         llama2c=8,
         residual=True,
+    ),
+    "layers/attn_out_norm": _row(
+        "layers embed",
+        role="scale",
+        init="ones",
+        huggingface="post_attention_layernorm",
+        gguf="post_attention_norm",
+        when=lambda config: config.norm_placement == "after",
+    ),
+    "layers/mlp_out_norm": _row(
+        "layers embed",
+        role="scale",
+        init="ones",
+        huggingface="post_feedforward_layernorm",
+        gguf="post_ffw_norm",
+        when=lambda config: config.norm_placement == "after",
     ),
     "final_norm": _row(
         "embed",
@@ -314,9 +364,9 @@ def training_flops_per_token(
     """Return the floating-point operations of one forward and backward pass, per token.
 
     ``6 * (matrix parameters) + 12 * num_layers * num_heads * head_dim * seq_len``: two for each
-    multiply-add, three passes, and the attention products over ``seq_len`` keys. The embedding
-    counts where it is used as the head. Frozen matrices have two passes, since they need no
-    gradients. Adapters are not counted.
+    multiply-add, three passes, and the attention products over ``seq_len`` keys, or as many as a
+    layer's sliding window has. The embedding counts where it is used as the head. Frozen matrices
+    have two passes, since they need no gradients. Adapters are not counted.
     Source: Chowdhery et al. 2022, appendix B (arXiv:2204.02311).
 
     Args:
@@ -324,7 +374,8 @@ def training_flops_per_token(
         seq_len: tokens of a sequence.
         trained: the fraction of each parameter that is trained, by path; None: all.
     """
-    flops = 12.0 * config.num_layers * config.num_heads * config.head_dim * seq_len
+    num_keys = sum(min(kind.window or seq_len, seq_len) for kind in config.layer_kinds)
+    flops = 12.0 * config.num_heads * config.head_dim * num_keys
     for path, row in parameter_table(config).items():
         is_used = config.tie_embeddings or path != "embed"
         if row.role == "matrix" and is_used:

@@ -319,7 +319,7 @@ def sharded_attention(
         value = whole(value, axis=2)
         segments = None if mask.key_segments is None else whole(mask.key_segments, axis=1)
         offset = jnp.reshape(jax.lax.axis_index("sequence") * query.shape[2], 1).astype(jnp.int32)
-        mask = F.Mask(offset, mask.query_segments, segments)
+        mask = F.Mask(offset, mask.query_segments, segments, window=mask.window)
     group_size = query.shape[1] // key.shape[1]
     divides = key.shape[1] % mesh.shape["tensor"] == 0
 

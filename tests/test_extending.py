@@ -54,7 +54,15 @@ def additions(tmp_path):
 
 def test_the_page_adds_to_every_registry(additions):
     """And says in at most 30 lines how each of its additions is made."""
-    names = ["ntk", "typical_p", "window", "lamb", "npz", "layers/q_norm", additions.QKNormConfig]
+    names = [
+        "ntk",
+        "typical_p",
+        "window",
+        "lamb",
+        "npz",
+        "layers/v_norm",
+        additions.ValueNormConfig,
+    ]
     for name, registry in zip(names, REGISTRIES[:7], strict=True):
         assert name in registry
     assert max(len(block.splitlines()) for block in BLOCKS) <= 30
@@ -366,13 +374,12 @@ def test_attention_over_a_cache(additions, monkeypatch):
 
 def test_rows_of_parameters(additions):
     """They are initialized, trained, laid out for decoding and decoded with."""
-    config = additions.QKNormConfig(**vars(SMALL))
+    config = additions.ValueNormConfig(**vars(SMALL))
     params = jllama.initial_params(jax.random.key(0), config)
     assert params["layers"].keys() - jllama.initial_params(jax.random.key(0), SMALL)[
         "layers"
     ].keys() == {
-        "q_norm",
-        "k_norm",
+        "v_norm",
     }
     loop = jllama.LoopConfig(batch_size=4, seq_len=16, steps=4)
     training = jllama.compile_training(jllama.TrainConfig(config, training=loop))
@@ -381,7 +388,7 @@ def test_rows_of_parameters(additions):
         state, _ = training.step(
             state, jllama.text_batch(np.random.default_rng(0).integers(0, 256, (4, 17)), bos_id=257)
         )
-    assert not np.allclose(state.params["layers"]["q_norm"], 1.0, atol=1e-6)
+    assert not np.allclose(state.params["layers"]["v_norm"], 1.0, atol=1e-6)
     model = jllama.LanguageModel(config, state.params, BytesTokenizer())
     prompt = [257, 70, 80]
     (written,) = jllama.generate(

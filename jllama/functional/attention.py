@@ -4,6 +4,7 @@ Queries are ``[batch, heads, seq, head_dim]``. Inside, they are grouped by the k
 serves them: ``[batch, kv_heads, group, seq, head_dim]``.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator
@@ -31,7 +32,13 @@ ATTENDED = "attended"
 """The name, for ``jax.checkpoint``, of what the backward pass of attention in blocks needs."""
 
 
-class Mask(NamedTuple):
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["offset", "query_segments", "key_segments", "lengths"],
+    meta_fields=["window"],
+)
+@dataclasses.dataclass(frozen=True)
+class Mask:
     """Which keys a query sees: up to its own index, of its own document, and real.
 
     ``Mask()`` is causal attention of a row to itself.
@@ -44,10 +51,11 @@ class Mask(NamedTuple):
         lengths: how many keys of a row are real; None for all.
     """
 
-    offset: Int[Array, "#batch"] | None = None
-    query_segments: Int[Array, "batch seq"] | None = None
-    key_segments: Int[Array, "batch kv_seq"] | None = None
-    lengths: Int[Array, "#batch"] | None = None
+    offset: Any = None
+    query_segments: Any = None
+    key_segments: Any = None
+    lengths: Any = None
+    window: int | None = None
 
     def dense(
         self,
@@ -69,6 +77,8 @@ class Mask(NamedTuple):
         queries = first + jnp.arange(seq)
         indices = queries[None] if self.offset is None else self.offset[:, None] + queries
         visible = keys <= indices[..., None]
+        if self.window is not None:
+            visible &= keys > indices[..., None] - self.window
         if self.query_segments is not None and self.key_segments is not None:
             cut = functools.partial(jax.lax.dynamic_slice_in_dim, axis=1)
             query_segments = cut(self.query_segments, first, seq)

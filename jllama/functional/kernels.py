@@ -227,7 +227,7 @@ def cudnn_refuses(query: Array, key: Array, mask: Mask) -> str | None:
     """Return what cuDNN cannot serve, or only with all scores or such a bias in memory."""
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"{query.dtype}: only bfloat16 and float16"
-    if any(field is not None for field in mask):
+    if any(field is not None for field in vars(mask).values()):
         return "a mask with segments, an offset or lengths"
     head_dim = query.shape[3]
     return f"a head size of {head_dim}: at most 128" if head_dim > 128 else None
@@ -249,7 +249,9 @@ def tokamax_refuses(query: Array, key: Array, mask: Mask) -> str | None:
 
 def paged_refuses(query: Any, key: Any, mask: Mask) -> str | None:
     """Return what paged attention cannot serve."""
-    is_one_token = query.shape[2] == 1 and all(field is None for field in mask[1:])
+    is_one_token = query.shape[2] == 1 and all(
+        field is None for field in list(vars(mask).values())[1:]
+    )
     fits = key.shape[3] % _LANES == 0 and key.shape[2] % _PAGE == 0
     if is_one_token and fits and key.dtype == jnp.bfloat16:
         return None

@@ -155,10 +155,12 @@ def run_layerwise(
         inside = (ids >= rows.start) & (ids < rows.stop)
         jax_stream[inside] = block[ids[inside] - rows.start]
 
+    jax_stream *= np.float32(config.embedding_multiplier)
     stream = jax_stream.astype(np.float64)
     causal = np.tri(seq, dtype=bool)
     frequencies = oracle.rope_frequencies(config, seq)
     errors = []
+    kinds = config.layer_kinds
     for index in range(config.num_layers):
         on_stage(f"layer {index + 1} of {config.num_layers}")
         prefix = f"layers/{index}/"
@@ -169,7 +171,8 @@ def run_layerwise(
         }
         rounded = stream.astype(np.float32)
         inputs = jnp.stack([rounded, jax_stream])
-        alone, jax_stream = np.asarray(_layer(weights, inputs, config))
+        first = kinds.index(kinds[index])  # compiled once for layers of one kind
+        alone, jax_stream = np.asarray(_layer(weights, inputs, config, first))
         # Popped inside the argument, so that neither copy of a matrix lives longer than needed.
         after = oracle.block(
             stream,
@@ -178,6 +181,7 @@ def run_layerwise(
             causal,
             np.arange(seq),
             frequencies,
+            index,
         )
         errors.append(update_error(alone - rounded.astype(np.float64), after - stream, stream))
         stream = after
@@ -186,6 +190,8 @@ def run_layerwise(
     norm = reader.whole(specs["final_norm"])
     hidden = oracle.rms_norm(stream, norm.astype(np.float64), config.norm_eps)
     jax_hidden = F.rms_norm(jnp.asarray(jax_stream), jnp.asarray(norm), config.norm_eps)
+    hidden /= config.logits_scaling
+    jax_hidden /= config.logits_scaling
     oracle_logits = np.empty((seq, config.vocab_size), np.float64)
     jax_logits = np.empty((seq, config.vocab_size), np.float32)
     project = jax.jit(F.project)  # as in ``Llama.logits``
@@ -199,8 +205,8 @@ def run_layerwise(
     return LayerwiseRun(oracle_logits, jax_logits, errors, reader.fingerprint, reader.damage)
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def _layer(weights: Params, x: Array, config: LlamaConfig) -> Array:
+@functools.partial(jax.jit, static_argnames=("config", "index"))
+def _layer(weights: Params, x: Array, config: LlamaConfig, index: int) -> Array:
     """Run one of jllama's layers on ``[batch, seq, embed]``."""
     inputs = attention_inputs(config, jnp.arange(x.shape[1])[None], F.Mask(), x.shape[1])
-    return build_layer(config, weights)(x, inputs)[0]
+    return build_layer(config, weights)(x, inputs[index])[0]
