@@ -193,7 +193,7 @@ def block(
     if config.attention_multiplier:
         q = q * config.attention_multiplier * np.sqrt(config.head_dim)
     heads = attention(q, k, v, mask)
-    h = sum(heads[n] @ w["wo"][n] for n in range(config.num_heads))
+    h = np.tensordot(heads.swapaxes(0, 1), w["wo"], axes=2)
     h = h if norms_inputs else rms_norm(h, w["attn_out_norm"], eps)
     x = x + config.residual_multiplier * h
 
