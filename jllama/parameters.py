@@ -80,6 +80,14 @@ class Parameter:
         if not name:
             row = f"a {self.role} of [{', '.join(self.axes)}]"
             raise UsageError(f"the format {file_format} has no tensor for {row}")
+        return self._full_name(name, file_format, layer)
+
+    def fused_name(self, file_format: NamedFormat, layer: int = 0) -> str:
+        """Return the name of the tensor, with ``joined`` matrices, in files that have them so."""
+        name = FUSED[file_format].get(self.joined)
+        return self._full_name(name, file_format, layer) if name else self.name(file_format, layer)
+
+    def _full_name(self, name: str, file_format: NamedFormat, layer: int) -> str:
         suffix = "bias" if self.role == "bias" else "weight"
         if self.axes[0] != "layers":
             return f"{name}.{suffix}"
@@ -254,6 +262,12 @@ PARAMETERS = {
     ),
 }
 """The table, by path. A new row is initialized, trained, sharded, saved and decoded like all."""
+
+FUSED = {
+    "huggingface": {"wqkv": "self_attn.qkv_proj", "w_gate_up": "mlp.gate_up_proj"},
+    "gguf": {"wqkv": "attn_qkv", "w_gate_up": "ffn_up"},
+}
+"""The names, in a format, of matrices that some models' files join, by ``Parameter.joined``."""
 
 
 def parameter_table(config: LlamaConfig) -> dict[str, Parameter]:

@@ -15,7 +15,7 @@ import numpy as np
 import safetensors
 from gguf import GGMLQuantizationType
 
-from jllama.checkpoints.gguf import ARCHITECTURE
+from jllama.checkpoints.families import family_of
 from jllama.checkpoints.gguf_file import read_gguf_file, shortest, write_gguf_file
 from jllama.checkpoints.safetensors_file import read_safetensors, write_safetensors
 from jllama.checkpoints.tensors import (
@@ -39,7 +39,6 @@ ALPHA = "adapter.lora.alpha"
 INVOCATION = "adapter.alora.invocation_tokens"
 # What GGUF files of adapters have.
 _KIND = {
-    "general.architecture": ARCHITECTURE,
     "general.type": "adapter",
     "adapter.type": "lora",
 }
@@ -146,7 +145,16 @@ class _Tensor(NamedTuple):
 
 
 def _layout(config: LlamaConfig, lora: LoraConfig, file_format: NamedFormat) -> dict[str, _Tensor]:
-    """Return the tensors of an adapter's file, by their names in it."""
+    """Return the tensors of an adapter's file, by their names in it.
+
+    Raises:
+        JllamaError: The base's files join the adapted matrices.
+    """
+    family = family_of(config)
+    if family.is_fused:
+        raise JllamaError(
+            f"files of {family.model_type} join the matrices that jllama adapts: merge the adapter"
+        )
     layout = {}
     for spec in tensor_specs(config):
         if spec.path.removeprefix("layers/") not in lora.targets:
@@ -156,7 +164,7 @@ def _layout(config: LlamaConfig, lora: LoraConfig, file_format: NamedFormat) -> 
         if lora.dora:
             shapes["magnitude"] = [outputs]
         stem = spec.name(file_format).removesuffix("weight").replace("model.", _PREFIX)
-        is_interleaved = file_format == "gguf" and spec.parameter.rotary
+        is_interleaved = file_format == "gguf" and family.is_interleaved and spec.parameter.rotary
         for part, shape in shapes.items():
             name = stem + _SUFFIXES[file_format][part]
             layout[name] = _Tensor(f"{spec.key}/{part}", shape, is_interleaved and part == "b")
@@ -270,6 +278,11 @@ def write_peft(adapter: Adapter, target: Path, dtype: None, on_progress: OnProgr
     write_json(target / CONFIG, fields)
 
 
+def _gguf_kind(config: LlamaConfig) -> dict[str, str]:
+    """Return what GGUF files of adapters for such a base have."""
+    return {"general.architecture": family_of(config).gguf, **_KIND}
+
+
 def read_gguf(path: Path, config: LlamaConfig) -> Adapter:
     """Read an adapter whose base has the architecture ``config``.
 
@@ -277,8 +290,11 @@ def read_gguf(path: Path, config: LlamaConfig) -> Adapter:
         JllamaError: It is not a LoRA of a Llama, or only some tokens switch it on (aLoRA).
     """
     metadata, stored = read_gguf_file(path)
+    expected = _gguf_kind(config)
     problems = [
-        f"{key} {metadata.get(key)!r}" for key, value in _KIND.items() if metadata.get(key) != value
+        f"{key} {metadata.get(key)!r}"
+        for key, value in expected.items()
+        if metadata.get(key) != value
     ]
     if INVOCATION in metadata:
         problems.append(INVOCATION)
@@ -306,6 +322,6 @@ def write_gguf(adapter: Adapter, target: Path, dtype: None, on_progress: OnProgr
             f"{adapter.source} has DoRA, which GGUF cannot carry: merge it (gguf), or choose peft"
         )
     alpha = shortest(adapter.lora.scale * adapter.lora.rank)  # llama.cpp divides it by the rank
-    metadata = {**_KIND, ALPHA: alpha, **_fingerprint_entry(adapter)}
+    metadata = {**_gguf_kind(adapter.config), ALPHA: alpha, **_fingerprint_entry(adapter)}
     tensors = _named_tensors(adapter, "gguf", GGMLQuantizationType.F32)
     write_gguf_file(target, metadata, tensors, on_progress)

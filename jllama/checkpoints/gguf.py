@@ -1,7 +1,7 @@
 """GGUF, llama.cpp's format: metadata, tokenizer and tensors, quantized or not, in one file.
 
-``gguf_file`` reads and writes the file; this module knows the keys and tensors of a Llama. Source:
-llama.cpp's ``llama-model.cpp`` and ``convert_hf_to_gguf.py``.
+``gguf_file`` reads and writes the file; this module knows the keys and tensors of a Llama and of
+related families (``families``). Source: llama.cpp's ``src/models`` and ``conversion``.
 """
 
 import collections
@@ -16,6 +16,13 @@ from typing import Any, Literal
 import numpy as np
 from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, LlamaFileType
 
+from jllama.checkpoints.families import (
+    EVERY_FOURTH,
+    GGUF_FAMILIES,
+    MULTIPLIERS,
+    Family,
+    family_of,
+)
 from jllama.checkpoints.gguf_file import (
     MAGIC,
     OURS,
@@ -28,14 +35,16 @@ from jllama.checkpoints.tensors import (
     Checkpoint,
     FileTensor,
     OnProgress,
+    concatenate_rows,
+    file_tensors,
     have_same_bits,
     match_tensors,
     reorder_rotary,
 )
-from jllama.config import LlamaConfig
+from jllama.config import LLAMA_VALUES, LlamaConfig
 from jllama.errors import JllamaError, UsageError
 from jllama.files import errors_as
-from jllama.parameters import PARAMETERS, TensorSpec, tensor_specs
+from jllama.parameters import PARAMETERS, TensorSpec
 from jllama.rope_scaling import (
     ROPE_SCALINGS,
     LinearScaling,
@@ -45,8 +54,6 @@ from jllama.rope_scaling import (
 )
 from jllama.tokenizers.gguf import from_gguf, to_gguf
 
-ARCHITECTURE = "llama"
-_PREFIX = f"{ARCHITECTURE}."
 # llama.cpp divides frequencies by this tensor, which is not a parameter: its ``llama3`` scaling.
 ROPE_FREQS = "rope_freqs.weight"
 STOP_KEYS = (
@@ -77,14 +84,15 @@ _FIELDS = {
 }
 _DEFAULTS = {"num_kv_heads": 0, "head_dim": 0, "rope_theta": 10_000.0}
 _UNSCALED = LinearScaling(1.0)
+_WINDOW = "attention.sliding_window"
+_WINDOW_LAYERS = "attention.sliding_window_pattern"
+_VALUE_SIZE = "attention.value_length"
+_ROTARY_SIZE = "rope.dimension_count"
 
-# Keys that must equal head_dim.
-_SAME_SIZE = ("attention.value_length", "rope.dimension_count")
 # Keys that may only have these values, which have no effect on a Llama.
 _WITHOUT_EFFECT = {
     "expert_count": (0,),
     "expert_used_count": (0,),
-    "attention.sliding_window": (0,),
     "attention.scale": (0,),
     "attention.causal": (1,),
     "logit_scale": (0, 1),
@@ -135,15 +143,25 @@ def read(path: Path) -> Checkpoint:
         raise JllamaError(
             f"{file} is an adapter: give its base as the checkpoint, and the adapter with --adapter"
         )
-    architecture = metadata.get("general.architecture")
-    if architecture != ARCHITECTURE:
+    architecture = str(metadata.get("general.architecture"))
+    if architecture not in GGUF_FAMILIES:
         raise JllamaError(
-            f"{file} has architecture {reprlib.repr(architecture)}; jllama reads {ARCHITECTURE!r}"
+            f"{file} has architecture {reprlib.repr(architecture)}; "
+            f"jllama reads {', '.join(GGUF_FAMILIES)}"
         )
+    family = GGUF_FAMILIES[architecture]
     with errors_as(f"{file} does not describe a model that jllama has"):
-        config = _read_config(metadata, stored, file)
+        config = _read_config(metadata, family, stored, file)
     stored.pop(ROPE_FREQS, None)
-    tensors = _narrow_norms(match_tensors(stored, config, "gguf", file))
+    matched = match_tensors(
+        stored,
+        config,
+        "gguf",
+        file,
+        is_fused=family.is_fused,
+        is_interleaved=family.is_interleaved,
+    )
+    tensors = _narrow_norms(matched)
     template = metadata.get(CHAT_TEMPLATE)
     if not isinstance(template, str | None):
         raise JllamaError(f"{file} has a {CHAT_TEMPLATE} that is not a string")
@@ -182,56 +200,102 @@ def _narrow_norms(tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
 
 
 class _Keys:
-    """The keys of a Llama in a file's metadata; each is taken once, and the rest is refused."""
+    """The keys of a model in a file's metadata; each is taken once, and the rest is refused."""
 
-    def __init__(self, metadata: Mapping[str, Any], source: Path) -> None:
+    def __init__(self, metadata: Mapping[str, Any], family: Family, source: Path) -> None:
         self.source = source
+        self.prefix = f"{family.gguf}."
         self.rest = {
-            key.removeprefix(_PREFIX): value
+            key.removeprefix(self.prefix): value
             for key, value in metadata.items()
-            if key.startswith(_PREFIX)
+            if key.startswith(self.prefix)
         }
 
     def take(self, name: str, kind: type[Any], default: Any = None) -> Any:
         """Remove a key and return its value or the default; ``JllamaError`` unless a ``kind``."""
         value = self.rest.pop(name, default)
         if value is None:
-            raise JllamaError(f"{self.source} lacks the key {_PREFIX}{name}")
+            raise JllamaError(f"{self.source} lacks the key {self.prefix}{name}")
         if type(value) is not kind or (kind is float and not math.isfinite(value)):
             raise JllamaError(
-                f"{self.source} has {_PREFIX}{name} {reprlib.repr(value)}; "
+                f"{self.source} has {self.prefix}{name} {reprlib.repr(value)}; "
                 f"it must be one {kind.__name__}"
             )
         return value
 
 
 def _read_config(
-    metadata: Mapping[str, Any], tensors: Mapping[str, FileTensor], source: Path
+    metadata: Mapping[str, Any], family: Family, tensors: Mapping[str, FileTensor], source: Path
 ) -> LlamaConfig:
     """Return the architecture that a file describes; ``JllamaError`` if it has an unknown key."""
-    keys = _Keys(metadata, source)
+    keys = _Keys(metadata, family, source)
     embed = PARAMETERS["embed"].name("gguf")
     if embed not in tensors:
         raise JllamaError(f"{source} lacks the tensor {embed}")
+
+    # 1) The sizes, which every file has.
     values: dict[str, Any] = {
         name: keys.take(key, _KINDS[name], _DEFAULTS.get(name)) for name, key in _FIELDS.items()
     }
     is_tied = PARAMETERS["lm_head"].name("gguf") not in tensors
-    config = LlamaConfig(**values, vocab_size=tensors[embed].shape[0], tie_embeddings=is_tied)
-    for key in _SAME_SIZE:
-        size = keys.take(key, int, config.head_dim)
-        if size != config.head_dim:
+    values |= {"vocab_size": tensors[embed].shape[0], "tie_embeddings": is_tied}
+    head_dim = LlamaConfig(**values).head_dim
+    value_size = keys.take(_VALUE_SIZE, int, head_dim)
+    rotary_size = keys.take(_ROTARY_SIZE, int, head_dim)
+    if "partial_rotary_factor" in family.optional:
+        values["partial_rotary_factor"] = rotary_size / head_dim
+        rotary_size = head_dim
+    for key, size in {_VALUE_SIZE: value_size, _ROTARY_SIZE: rotary_size}.items():
+        if size != head_dim:
             raise JllamaError(
-                f"{source} has {_PREFIX}{key} {size} but heads of {config.head_dim} channels; "
+                f"{source} has {keys.prefix}{key} {size} but heads of {head_dim} channels; "
                 "jllama has one size for queries, keys, values and RoPE"
             )
+
+    # 2) The options of a family.
+    values |= family.fixed
+    for name, key in MULTIPLIERS.items():
+        if name in family.optional:
+            values[name] = keys.take(key, float, 0.0) or LLAMA_VALUES[name]
+    if "no_rope_layers" in family.optional:
+        values["no_rope_layers"] = _every_fourth(values["num_layers"])
+    if "sliding_window" in family.optional:
+        values |= _read_windows(keys, family, values["num_layers"])
+    if "rope_scaling_layers" in family.optional:
+        values["rope_scaling_layers"] = "full_attention"
+    config = LlamaConfig(**values)
+
+    # 3) The scaling, and keys that jllama does not know.
     scaling = _find_rope_scaling(keys, config, metadata, tensors)
     for name, value in keys.rest.items():
         if name not in _UNUSED and value not in _WITHOUT_EFFECT.get(name, ()):
             raise JllamaError(
-                f"{source} has {_PREFIX}{name} {reprlib.repr(value)}, which jllama does not support"
+                f"{source} has {keys.prefix}{name} {reprlib.repr(value)}, "
+                "which jllama does not support"
             )
-    return dataclasses.replace(config, rope_scaling=scaling)
+    # The layers that are scaled are those of the family, which a model without scaling forgets.
+    return LlamaConfig(**values, rope_scaling=scaling)
+
+
+def _every_fourth(num_layers: int) -> list[int]:
+    return [*range(EVERY_FOURTH - 1, num_layers, EVERY_FOURTH)]
+
+
+def _read_windows(keys: _Keys, family: Family, num_layers: int) -> dict[str, Any]:
+    """Return the sliding window and the layers without it; nothing if there is no window."""
+    window = keys.take(_WINDOW, int, 0)
+    full = _every_fourth(num_layers) if family.gguf == "olmo2" else []
+    has_window = keys.rest.pop(_WINDOW_LAYERS, None)
+    if has_window is not None:
+        if not isinstance(has_window, list) or len(has_window) != num_layers:
+            raise JllamaError(
+                f"{keys.source} has {keys.prefix}{_WINDOW_LAYERS} {reprlib.repr(has_window)}; "
+                f"it must be true or false for each of the {num_layers} layers"
+            )
+        full = [layer for layer in range(num_layers) if not has_window[layer]]
+    if not window or len(full) == num_layers:
+        return {}
+    return {"sliding_window": window, "full_attention_layers": full}
 
 
 def _find_rope_scaling(
@@ -246,7 +310,7 @@ def _find_rope_scaling(
     them whatever the keys are.
     """
     scaling = _scaling_of_keys(keys, config)
-    half = config.head_dim // 2
+    half = config.rotary_dim // 2
     stored = tensors.get(ROPE_FREQS, np.ones(half, np.float32))
     if stored.shape != (half,) or stored.dtype != np.float32:
         raise JllamaError(
@@ -260,7 +324,7 @@ def _find_rope_scaling(
         actual = [*_frequencies(config, candidate) * divisors, candidate.attention_factor]
         if np.allclose(actual, expected, rtol=_TOLERANCE, atol=0):
             return None if candidate == _UNSCALED else candidate
-    key = f"{_PREFIX}rope.scaling.type"
+    key = f"{keys.prefix}rope.scaling.type"
     raise JllamaError(
         f"{keys.source} scales rotary frequencies by {key} {metadata.get(key, 'linear')!r} "
         f"and the divisors in {ROPE_FREQS}, which is no type that jllama has: "
@@ -274,7 +338,7 @@ def _scaling_of_keys(keys: _Keys, config: LlamaConfig) -> RopeScaling:
     name = keys.take("rope.scaling.type", str, "linear")
     if name not in ("none", *kinds):
         raise JllamaError(
-            f"{keys.source} has {_PREFIX}rope.scaling.type {reprlib.repr(name)}; "
+            f"{keys.source} has {keys.prefix}rope.scaling.type {reprlib.repr(name)}; "
             f"jllama knows none, {' and '.join(kinds)}"
         )
     # The keys of "none" are those of linear scaling, without effect. A value of 0 is the default.
@@ -291,7 +355,7 @@ def _scaling_of_keys(keys: _Keys, config: LlamaConfig) -> RopeScaling:
     factor = keys.take("rope.scaling.yarn_attn_factor", float, usual)
     if not math.isclose(factor, usual, rel_tol=_TOLERANCE):
         raise JllamaError(
-            f"{keys.source} has {_PREFIX}rope.scaling.yarn_attn_factor "
+            f"{keys.source} has {keys.prefix}rope.scaling.yarn_attn_factor "
             f"{factor}, which llama.cpp ignores: it must be {usual}"
         )
     if isinstance(scaling, YarnScaling):
@@ -319,7 +383,7 @@ def _possible_scalings(
 
 
 def _frequencies(config: LlamaConfig, scaling: RopeScaling) -> np.ndarray:
-    return np.array(scaling.frequencies(config.head_dim, config.rope_theta, config.max_seq_len))
+    return np.array(scaling.frequencies(config.rotary_dim, config.rope_theta, config.max_seq_len))
 
 
 def write(checkpoint: Checkpoint, target: Path, dtype: Dtype, on_progress: OnProgress) -> None:
@@ -329,14 +393,19 @@ def write(checkpoint: Checkpoint, target: Path, dtype: Dtype, on_progress: OnPro
     multiple of 32 long is float16, as in llama.cpp's own converter.
     """
     config = checkpoint.config
+    family = family_of(config)
+    prefix = f"{family.gguf}."
     tokenizer = checkpoint.tokenizer
-    rope_keys, divisors = _rope_scaling_to_write(config)
+    rope_keys, divisors = _rope_scaling_to_write(config, prefix)
     tensors = []
     matrix_types = collections.Counter()
-    for spec in tensor_specs(config):
-        tensor = reorder_rotary(spec, checkpoint.tensors[spec.key], config, to_half_split=False)
-        type_ = _type_to_write(spec, tensor, dtype)
-        tensors.append((spec.name("gguf"), tensor, type_))
+    for name, specs in file_tensors(config, "gguf", family.is_fused).items():
+        parts = [checkpoint.tensors[spec.key] for spec in specs]
+        tensor = concatenate_rows(parts) if len(parts) > 1 else parts[0]
+        if family.is_interleaved:
+            tensor = reorder_rotary(specs[0], tensor, config, to_half_split=False)
+        type_ = _type_to_write(specs[0], tensor, dtype)
+        tensors.append((name, tensor, type_))
         if len(tensor.shape) > 1:
             matrix_types[type_.name] += 1
     if divisors is not None:
@@ -345,13 +414,14 @@ def write(checkpoint: Checkpoint, target: Path, dtype: Dtype, on_progress: OnPro
     file_type = LlamaFileType[f"{'ALL' if main_type == 'F32' else 'MOSTLY'}_{main_type}"]
     fields = {key: _KINDS[name](getattr(config, name)) for name, key in _FIELDS.items()}
     fields["vocab_size"] = config.vocab_size
-    fields |= dict.fromkeys(_SAME_SIZE, config.head_dim)
+    fields |= {_VALUE_SIZE: config.head_dim, _ROTARY_SIZE: config.rotary_dim}
+    fields |= _options_to_write(config, family)
     metadata: dict[str, Any] = {
-        "general.architecture": ARCHITECTURE,
+        "general.architecture": family.gguf,
         "general.name": "Llama",
         "general.quantization_version": GGML_QUANT_VERSION,
         "general.file_type": int(file_type),
-        **{_PREFIX + key: value for key, value in fields.items()},
+        **{prefix + key: value for key, value in fields.items()},
         **rope_keys,
         **(to_gguf(tokenizer, config.vocab_size) if tokenizer else {TOKENIZER: NO_TOKENIZER}),
     }
@@ -359,6 +429,35 @@ def write(checkpoint: Checkpoint, target: Path, dtype: Dtype, on_progress: OnPro
         metadata[CHAT_TEMPLATE] = checkpoint.chat_template
     metadata |= _stop_ids_to_write(checkpoint, metadata.get("tokenizer.ggml.tokens", ()))
     write_gguf_file(target, metadata, tensors, on_progress)
+
+
+def _options_to_write(config: LlamaConfig, family: Family) -> dict[str, Any]:
+    """Return the keys that a Llama does not have, without the prefix.
+
+    Raises:
+        JllamaError: llama.cpp runs such a model with other layers.
+    """
+    keys: dict[str, Any] = {}
+    for name, key in MULTIPLIERS.items():
+        if name in family.optional:
+            keys[key] = getattr(config, name) or config.head_dim**-0.5
+    layers_of_llama_cpp = tuple(_every_fourth(config.num_layers))
+    if "no_rope_layers" in family.optional and config.no_rope_layers != layers_of_llama_cpp:
+        raise JllamaError(
+            f"llama.cpp's {family.gguf} has no rotation in the layers {layers_of_llama_cpp}, "
+            f"this model in {config.no_rope_layers}: choose another format"
+        )
+    if not config.sliding_window:
+        return keys
+    keys[_WINDOW] = config.sliding_window
+    keys[_WINDOW_LAYERS] = [kind.window is not None for kind in config.layer_kinds]
+    if family.gguf != "olmo2" and config.sliding_window < config.max_seq_len:
+        print(
+            f"note: llama.cpp ignores the sliding window of {family.gguf}: its answers differ for "
+            f"texts of over {config.sliding_window} tokens",
+            file=sys.stderr,
+        )
+    return keys
 
 
 def _type_to_write(spec: TensorSpec, tensor: FileTensor, dtype: Dtype) -> GGMLQuantizationType:
@@ -397,7 +496,9 @@ def _stop_ids_to_write(checkpoint: Checkpoint, tokens: Sequence[str]) -> dict[st
     return keys
 
 
-def _rope_scaling_to_write(config: LlamaConfig) -> tuple[dict[str, Any], np.ndarray | None]:
+def _rope_scaling_to_write(
+    config: LlamaConfig, prefix: str
+) -> tuple[dict[str, Any], np.ndarray | None]:
     """Return the keys of a scaling, and divisors of frequencies if llama.cpp has no keys for it."""
     scaling = config.rope_scaling
     if scaling is None:
@@ -412,7 +513,7 @@ def _rope_scaling_to_write(config: LlamaConfig) -> tuple[dict[str, Any], np.ndar
             f"GGUF has no RoPE scaling of type {scaling.type}: "
             "convert to another format (hf, orbax)"
         )
-    prefix = f"{_PREFIX}rope.scaling."
+    prefix += "rope.scaling."
     for field, key in scaling.gguf.items():
         keys[prefix + key] = getattr(scaling, field)
     keys[f"{prefix}type"] = scaling.type

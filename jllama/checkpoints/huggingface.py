@@ -2,9 +2,9 @@
 
 The weights are one file, or shards with an index.
 
-Source: transformers 5.23, ``LlamaConfig`` and ``modeling_rope_utils``; every field is read as
-there. Version 4 is read, too: it has ``rope_theta`` and ``rope_scaling`` where 5 has
-``rope_parameters``.
+Source: transformers 5.24, ``LlamaConfig`` and those of related families (``families``), and
+``modeling_rope_utils``; every field is read as there. Version 4 is read, too: it has ``rope_theta``
+and ``rope_scaling`` where 5 has ``rope_parameters``.
 """
 
 import contextlib
@@ -22,18 +22,29 @@ import jax.numpy as jnp
 import numpy as np
 
 from jllama.checkpoints.chat_files import parse_stop_ids, read_text_files, write_chat_files
+from jllama.checkpoints.families import (
+    FAMILIES,
+    FULL,
+    SLIDING,
+    Family,
+    family_of,
+    read_options,
+    written_options,
+)
 from jllama.checkpoints.safetensors_file import DTYPES, read_safetensors, write_safetensors
 from jllama.checkpoints.tensors import (
     Checkpoint,
     OnProgress,
+    concatenate_rows,
     differences,
+    file_tensors,
     have_same_bits,
     match_tensors,
 )
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
 from jllama.files import Json, errors_as, has_file, read_fields, read_json_object, write_json
-from jllama.parameters import PARAMETERS, tensor_specs
+from jllama.parameters import PARAMETERS
 from jllama.rope_scaling import ROPE_SCALINGS, RopeScaling
 from jllama.tokenizers import save_huggingface
 
@@ -59,12 +70,11 @@ _FIELDS = {
     "tie_embeddings": ("tie_word_embeddings", False),
 }
 
-# The values of other fields in a Llama.
-_LLAMA = {
+# The values of other fields in all families.
+_FIXED = {
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
-    "use_sliding_window": False,
     "num_local_experts": False,
     "num_experts": False,
     "quantization_config": False,
@@ -91,40 +101,57 @@ def config_from_huggingface(fields: Mapping[str, Any], source: Path) -> LlamaCon
     Raises:
         JllamaError: A field is wrong, or requests something that a Llama of jllama does not have.
     """
+    family = _find_family(fields, source)
+    defaults = {key: value for key, value in family.defaults.items() if key not in fields}
     fields = {key: value for key, value in fields.items() if value is not None}
     if fields.get("vocab_size") == -1:
         del fields["vocab_size"]
-    _refuse_other_models(fields, source)
-    rope = _rope_fields(fields, source)
-    values = read_fields(fields | rope, _FIELDS, source)
+    _refuse_other_options(fields, family, source)
+    rope = _rope_fields(fields, family, source)
+    values = read_fields(defaults | fields | rope, _FIELDS, source)
+    values |= read_options(defaults | fields, family, values["num_layers"], source)
+    if "partial_rotary_factor" in family.optional:
+        table = {"partial_rotary_factor": ("partial_rotary_factor", 1.0)}
+        values |= read_fields(rope, table, source)
     with errors_as(source):
-        scaling = _rope_scaling(rope, values["max_seq_len"], source)
+        scaling = _rope_scaling(rope, values["max_seq_len"], family, source)
         return LlamaConfig(**values, rope_scaling=scaling)
 
 
-def _refuse_other_models(fields: dict[str, Any], source: Path) -> None:
-    """Raise ``JllamaError`` unless the fields are those of a Llama."""
-    is_llama = fields.get("architectures") == ["LlamaForCausalLM"]
-    model_type = fields.get("model_type", "llama" if is_llama else None)
-    if model_type != "llama":
+def _find_family(fields: Mapping[str, Any], source: Path) -> Family:
+    """Return the family that a ``config.json`` names by its type, or else by its architecture."""
+    by_architecture = {family.architecture: family for family in FAMILIES.values()}
+    architectures = fields.get("architectures")
+    model_type = fields.get("model_type")
+    if model_type is None and isinstance(architectures, list) and len(architectures) == 1:
+        family = by_architecture.get(str(architectures[0]))
+        model_type = family and family.model_type
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise JllamaError(
-            f"{source} has model_type {model_type!r}; jllama reads only models of type 'llama'"
+            f"{source} has model_type {model_type!r}; jllama reads models of the types "
+            f"{', '.join(FAMILIES)}"
         )
+    return FAMILIES[model_type]
+
+
+def _refuse_other_options(fields: dict[str, Any], family: Family, source: Path) -> None:
+    """Raise ``JllamaError`` for options that jllama's models of a family do not have."""
     refused = {
-        key: fields[key] for key, value in _LLAMA.items() if (fields.get(key) or value) != value
+        key: fields[key] for key, value in _FIXED.items() if (fields.get(key) or value) != value
     }
-    if "sliding_window" in fields and fields.get("use_sliding_window", True):
-        refused["sliding_window"] = fields["sliding_window"]
-    layer_types = fields.get("layer_types", [])
-    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
-        refused["layer_types"] = layer_types
+    if "sliding_window" not in family.optional:
+        if "sliding_window" in fields and fields.get("use_sliding_window", True):
+            refused["sliding_window"] = fields["sliding_window"]
+        layer_types = fields.get("layer_types", [])
+        if not isinstance(layer_types, list) or any(kind != FULL for kind in layer_types):
+            refused["layer_types"] = layer_types
     if refused:
         options = ", ".join(f"{key} {json.dumps(value)[:80]}" for key, value in refused.items())
         raise JllamaError(f"{source} has options that jllama's Llama does not have: {options}")
 
 
-def _rope_fields(fields: Mapping[str, Any], source: Path) -> Json:
-    """Return all fields of RoPE.
+def _rope_fields(fields: Mapping[str, Any], family: Family, source: Path) -> Json:
+    """Return all fields of RoPE, those of layers without a window if they differ.
 
     A file may have them in both spellings, for old and new readers, if they agree.
     """
@@ -135,6 +162,8 @@ def _rope_fields(fields: Mapping[str, Any], source: Path) -> Json:
             continue
         if not isinstance(value, dict):
             raise JllamaError(f"{source} has {spelling} {value!r}; it must be an object or null")
+        if "rope_scaling_layers" in family.optional and FULL in value:
+            value = _full_attention_rope(value, source)
         reading = {key: field for key, field in value.items() if field is not None}
         readings.append({"rope_type": reading.pop("type", "default")} | reading)
     rope: Json = {"rope_type": "default"}
@@ -149,11 +178,36 @@ def _rope_fields(fields: Mapping[str, Any], source: Path) -> Json:
     return rope
 
 
-def _rope_scaling(rope: Mapping[str, Any], max_seq_len: int, source: Path) -> RopeScaling | None:
+def _full_attention_rope(by_layer: Json, source: Path) -> Json:
+    """Return RoPE's fields of layers without a window; those with one must be the same unscaled."""
+    full = by_layer[FULL]
+    other = by_layer.get(SLIDING) or {}
+    is_right = isinstance(full, dict) and isinstance(other, dict)
+    if is_right:
+        plain = {"rope_type": "default", "rope_theta": full.get("rope_theta")}
+        is_right = other in ({}, plain)
+    if not is_right:
+        raise JllamaError(
+            f"{source} has RoPE of {SLIDING} {json.dumps(other)[:80]}; it must be that of {FULL}, "
+            "without scaling"
+        )
+    return full
+
+
+def _rope_scaling(
+    rope: Mapping[str, Any], max_seq_len: int, family: Family, source: Path
+) -> RopeScaling | None:
     """Return the scaling that the fields of RoPE describe."""
     name = rope["rope_type"]
     kind = ROPE_SCALINGS.get(str(name), RopeScaling)
-    fixed = {"partial_rotary_factor": (1,)} | kind.huggingface_fixed
+    fixed = kind.huggingface_fixed
+    if "partial_rotary_factor" not in family.optional:
+        fixed = {"partial_rotary_factor": (1,)} | fixed
+    if name != "default" and not family.scales_rope:
+        raise JllamaError(
+            f"{source} has RoPE of type {json.dumps(name)[:80]}; jllama's models of type "
+            f"{family.model_type} have only 'default'"
+        )
     for key, values in fixed.items():
         if rope.get(key, values[0]) not in values:
             raise JllamaError(
@@ -182,9 +236,10 @@ def config_to_huggingface(config: LlamaConfig, dtype: str) -> Json:
     """Return a ``config.json`` that transformers 4 and 5 read as this architecture in ``dtype``.
 
     Raises:
-        JllamaError: transformers has no such Llama.
+        JllamaError: transformers has no such model.
     """
-    if config.embed_dim % config.num_heads:
+    family = family_of(config)
+    if family.model_type == "llama" and config.embed_dim % config.num_heads:
         raise JllamaError(
             f"transformers loads no Llama whose embed_dim ({config.embed_dim}) is not "
             f"a multiple of num_heads ({config.num_heads}): save it in another format"
@@ -202,9 +257,18 @@ def config_to_huggingface(config: LlamaConfig, dtype: str) -> Json:
         if length and not scaling.grows:
             rope["original_max_position_embeddings"] = length
     values = {key: type(default)(getattr(config, name)) for name, (key, default) in _FIELDS.items()}
+    values |= written_options(config, family)
+    parameters = rope | {"rope_theta": values["rope_theta"]}
+    if "partial_rotary_factor" in values:
+        parameters["partial_rotary_factor"] = values["partial_rotary_factor"]
+    if "rope_scaling_layers" in family.optional:
+        plain = {"rope_type": "default", "rope_theta": values["rope_theta"]}
+        parameters = {FULL: parameters, SLIDING: plain}
+    if family.model_type != "llama":
+        values["pad_token_id"] = None  # if it were absent, it would be an id, perhaps too large
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
         "dtype": dtype,
         "torch_dtype": dtype,
         "hidden_act": "silu",
@@ -212,7 +276,7 @@ def config_to_huggingface(config: LlamaConfig, dtype: str) -> Json:
         "mlp_bias": False,
         **values,
         "rope_scaling": rope if scaling else None,
-        "rope_parameters": rope | {"rope_theta": values["rope_theta"]},
+        "rope_parameters": parameters,
     }
 
 
@@ -249,7 +313,10 @@ def read(path: Path) -> Checkpoint:
             f"{path} has no {head}: a model without it needs tie_word_embeddings true in {CONFIG}"
         )
     tied_head = weights.pop(head, None) if config.tie_embeddings else None
-    tensors = match_tensors(weights, config, "huggingface", path)
+    is_fused = _find_family(fields, source).is_fused
+    tensors = match_tensors(
+        weights, config, "huggingface", path, is_fused=is_fused, is_interleaved=False
+    )
     if tied_head is not None and not have_same_bits(tied_head, tensors["embed"]):
         raise JllamaError(
             f"{path}: {head} differs from {embed}, so tie_word_embeddings must be false in {CONFIG}"
@@ -327,9 +394,10 @@ def write(
 ) -> None:
     """Write a folder that transformers loads without changes."""
     tensors = {}
-    for spec in tensor_specs(checkpoint.config):
-        name = spec.name("huggingface")
-        tensor = checkpoint.tensors[spec.key]
+    is_fused = family_of(checkpoint.config).is_fused
+    for name, specs in file_tensors(checkpoint.config, "huggingface", is_fused).items():
+        parts = [checkpoint.tensors[spec.key] for spec in specs]
+        tensor = concatenate_rows(parts) if len(parts) > 1 else parts[0]
         tensors[name] = (name, tensor, tensor.dtype if dtype is None else dtype)
     dtypes = {kind for _, _, kind in tensors.values()}
     unknown = dtypes - set(DTYPES.values())

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from jllama.checkpoints.tensors import Checkpoint, OnProgress, blocks, reorder_rotary
-from jllama.config import LlamaConfig
+from jllama.config import LLAMA_VALUES, LlamaConfig
 from jllama.errors import JllamaError
 from jllama.files import errors_as, has_file
 from jllama.parameters import TensorSpec, count_parameters, tensor_specs
@@ -35,7 +35,7 @@ _SIZES = (
 )
 _HEADER = struct.Struct("<7i")
 # The values in run.c's code.
-_FIXED = {"norm_eps": 1e-5, "rope_theta": 10_000.0, "rope_scaling": None}
+_FIXED = {"norm_eps": 1e-5, "rope_theta": 10_000.0, "rope_scaling": None, **LLAMA_VALUES}
 
 
 def recognizes(path: Path) -> bool:

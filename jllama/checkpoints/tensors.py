@@ -182,10 +182,57 @@ def differences(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
     )
 
 
+def split_rows(tensor: FileTensor, sizes: Sequence[int]) -> list[FileTensor]:
+    """Split a matrix into matrices with these numbers of rows: the reverse of joining them."""
+    parts: list[FileTensor] = []
+    start = 0
+    for size in sizes:
+        parts.append(_row_range(tensor, start, size))
+        start += size
+    return parts
+
+
+def _row_range(tensor: FileTensor, start: int, size: int) -> FileTensor:
+    if isinstance(tensor, np.ndarray):
+        return tensor[start : start + size]
+
+    def read(rows: slice) -> np.ndarray:
+        return tensor[slice(start + rows.start, start + rows.stop)]
+
+    return dataclasses.replace(tensor, shape=(size, *tensor.shape[1:]), read=read, stored=None)
+
+
+def file_tensors(
+    config: LlamaConfig, file_format: NamedFormat, is_fused: bool = False
+) -> dict[str, list[TensorSpec]]:
+    """Return what each tensor of a file holds, by its name; several if they are fused to one."""
+    specs: dict[str, list[TensorSpec]] = {}
+    for spec in tensor_specs(config):
+        name = spec.name(file_format)
+        if is_fused:
+            name = spec.parameter.fused_name(file_format, spec.layer)
+        specs.setdefault(name, []).append(spec)
+    return specs
+
+
 def match_tensors(
-    tensors: Mapping[str, FileTensor], config: LlamaConfig, file_format: NamedFormat, source: Path
+    tensors: Mapping[str, FileTensor],
+    config: LlamaConfig,
+    file_format: NamedFormat,
+    source: Path,
+    *,
+    is_fused: bool = False,
+    is_interleaved: bool = True,
 ) -> dict[str, FileTensor]:
     """Return a file's tensors by ``TensorSpec.key``, with rotary channels half-split.
+
+    Args:
+        tensors: The file's tensors.
+        config: The architecture.
+        file_format: The file's format.
+        source: The file, for messages.
+        is_fused: Whether the file has joined matrices (``parameters.FUSED``).
+        is_interleaved: Whether its rotary channels are interleaved pairs.
 
     Raises:
         JllamaError: A tensor is missing, not of this model, or of another shape; all are listed.
@@ -195,19 +242,26 @@ def match_tensors(
             f"{source} says it has {config.num_layers} layers, "
             f"but holds {len(tensors)} tensors in all"
         )
-    specs = {spec.name(file_format): spec for spec in tensor_specs(config)}
+    named = file_tensors(config, file_format, is_fused)
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-    problems = differences(shapes, {name: list(spec.shape) for name, spec in specs.items()})
+    expected = {}
+    for name, specs in named.items():
+        expected[name] = [sum(spec.shape[0] for spec in specs), *specs[0].shape[1:]]
+    problems = differences(shapes, expected)
     if problems:
         raise JllamaError(
             f"{source} does not hold the model that its configuration describes: {problems}"
         )
-    if file_format == "huggingface":
-        return {spec.key: tensors[name] for name, spec in specs.items()}
-    return {
-        spec.key: reorder_rotary(spec, tensors[name], config, to_half_split=True)
-        for name, spec in specs.items()
-    }
+    matched = {}
+    for name, specs in named.items():
+        parts = [tensors[name]]
+        if len(specs) > 1:
+            parts = split_rows(tensors[name], [spec.shape[0] for spec in specs])
+        for spec, part in zip(specs, parts, strict=True):
+            if is_interleaved:
+                part = reorder_rotary(spec, part, config, to_half_split=True)
+            matched[spec.key] = part
+    return matched
 
 
 def size_bytes(checkpoint: Checkpoint | Any, dtype: Dtype | None) -> int:
@@ -403,14 +457,13 @@ def _read_group(
         scale = scales[0] if scales else None
         fill = functools.partial(_read_part, group.tensor, scale, on_progress)
         values = _make_array(shape, dtype, sharding, fill)
+    sizes = axis_sizes(row, config)
+    own_shape = tuple(sizes[axis] for axis in row.axes if axis != "layers")
     if not row.inputs:
-        return values
+        return values.reshape(own_shape)
     # The scale is complete by now, as far as this process has its rows.
     scale = _put(scales[0], scale_sharding) if scales else None
-    matrix_shape = shape[::-1]
-    if len(group.specs) == 1:
-        sizes = axis_sizes(row, config)
-        matrix_shape = tuple(sizes[axis] for axis in row.axes if axis != "layers")
+    matrix_shape = own_shape if len(group.specs) == 1 else shape[::-1]
     return F.DecodeMatrix(values, scale, matrix_shape)
 
 
@@ -545,7 +598,8 @@ class TensorsOfParams(dict[str, FileTensor]):
             return
         joins = leaves.keys() == _group_specs(config, joins=True).keys()
         for path, group in _group_specs(config, joins).items():
-            values = leaves[path].values if group[0].parameter.inputs else leaves[path]
+            leaf = leaves[path]
+            values = leaf.values if group[0].parameter.inputs else leaf.reshape(-1)
             ends = np.cumsum([spec.shape[0] for spec in group])
             for spec, part in zip(group, np.split(values, ends[:-1]), strict=True):
                 self[spec.key] = part
