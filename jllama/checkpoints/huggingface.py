@@ -140,6 +140,8 @@ def _refuse_other_options(fields: dict[str, Any], family: Family, source: Path) 
         key: fields[key] for key, value in _FIXED.items() if (fields.get(key) or value) != value
     }
     if "sliding_window" not in family.optional:
+        if fields.get("use_sliding_window"):
+            refused["use_sliding_window"] = True
         if "sliding_window" in fields and fields.get("use_sliding_window", True):
             refused["sliding_window"] = fields["sliding_window"]
         layer_types = fields.get("layer_types", [])

@@ -319,8 +319,6 @@ def _params_of(config: LlamaConfig) -> dict[str, Any]:
     """Return the fields of a ``params.json``, the inverse of ``_read_config``."""
     scaling = config.rope_scaling
     problem = ""
-    if config.extensions:
-        problem = f"no {', '.join(config.extensions)}"
     if scaling and scaling.type != "llama3":
         problem = f"only RoPE scaling of type llama3, not {scaling.type}"
     if config.num_heads * config.head_dim != config.embed_dim:
@@ -328,6 +326,8 @@ def _params_of(config: LlamaConfig) -> dict[str, Any]:
             f"no head_dim, so {config.num_heads} heads of "
             f"{config.head_dim} in an embed_dim of {config.embed_dim}"
         )
+    if config.extensions:
+        problem = f"no {', '.join(config.extensions)}"
     if problem:
         raise JllamaError(
             f"Meta's format has {problem}, which cannot be written: "

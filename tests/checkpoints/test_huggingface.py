@@ -507,10 +507,10 @@ def test_yarn_reads_as_transformers_does(attention, tmp_path):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"model_type": "mistral"}, "model_type 'mistral'"),
+        ({"model_type": "gemma"}, "model_type 'gemma'; jllama reads models of the types llama, "),
         ({"model_type": "llama4_text"}, "model_type 'llama4_text'"),
         ({"model_type": ...}, None),
-        ({"model_type": ..., "architectures": ["MistralForCausalLM"]}, "model_type None"),
+        ({"model_type": ..., "architectures": ["GemmaForCausalLM"]}, "model_type None"),
         ({"model_type": ..., "architectures": 7}, "model_type None"),
         ({"attention_bias": True}, "attention_bias true"),
         ({"mlp_bias": True}, "mlp_bias true"),
