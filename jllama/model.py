@@ -410,7 +410,8 @@ class Llama(_Module):
                 seq, seq, backward=False, platform=platform, dtype=final_norm.dtype, packed=False
             )
         elif attention == "auto":
-            attention = F.choose_cache_attention(seq, cache.keys[0], platform)
+            window = self.config.sliding_window or None
+            attention = F.choose_cache_attention(seq, cache.keys[0], platform, window)
 
         # 2) Find each token's position, and its slot: padding has none.
         positions = cache.lengths[:, None] + jnp.arange(seq, dtype=jnp.int32)

@@ -39,16 +39,20 @@ ATTENDED = "attended"
 )
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """Which keys a query sees: up to its own index, of its own document, and real.
+    """Which keys a query sees: up to its own index, near enough, of its own document, and real.
 
-    ``Mask()`` is causal attention of a row to itself.
+    ``Mask()`` is causal attention of a row to itself. The types of arrays are ``Any`` because JAX
+    also builds trees from leaves that are not arrays.
 
     Attributes:
-        offset: query ``i`` has index ``offset + i`` among the keys, as after ``offset`` cached
-            tokens; None for 0.
-        query_segments: numbers that tell packed documents apart. Set both or neither.
-        key_segments: the same for the keys.
-        lengths: how many keys of a row are real; None for all.
+        offset: Int[Array, "#batch"]; query ``i`` has index ``offset + i`` among the keys, as after
+            ``offset`` cached tokens; None for 0.
+        query_segments: Int[Array, "batch seq"], numbers that tell packed documents apart. Set both
+            or neither.
+        key_segments: Int[Array, "batch kv_seq"], the same for the keys.
+        lengths: Int[Array, "#batch"], how many keys of a row are real; None for all.
+        window: a sliding window: a query sees the key at its own index and ``window - 1`` before
+            it; None for all before it.
     """
 
     offset: Any = None
@@ -56,6 +60,12 @@ class Mask:
     key_segments: Any = None
     lengths: Any = None
     window: int | None = None
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether a row attends to itself as one document, from its start, perhaps in a window."""
+        arrays = (self.offset, self.query_segments, self.key_segments, self.lengths)
+        return all(array is None for array in arrays)
 
     def dense(
         self,
@@ -251,23 +261,47 @@ class _Span(NamedTuple):
     first: int  # query
     num_blocks: int
     size: int  # queries of a block
-    num_keys: int  # that the last query may see
+    num_keys: int  # that the last query may see; with a window, that any block may see
+    slides: bool  # whether each block takes other keys, those in its window
 
     def starts(self) -> Array:
         """Return the first query of each block."""
         return self.first + self.size * jnp.arange(self.num_blocks)
+
+    def first_key(self, first: Array) -> Index:
+        """Return the first of the ``num_keys`` keys of the block that begins at ``first``."""
+        return jnp.maximum(first + self.size - self.num_keys, 0) if self.slides else 0
+
+    def keys(self, array: Array, first: Array) -> Array:
+        """Cut out the keys, or values, of the block that begins at ``first``."""
+        if not self.slides:
+            return array
+        start = self.first_key(first)
+        return jax.lax.dynamic_slice_in_dim(array, start, self.num_keys, axis=2)
+
+    def add(self, sums: Array, part: Array, first: Array) -> Array:
+        """Add to the gradients of all keys those of the block that begins at ``first``.
+
+        Here keys are the last axis.
+        """
+        if not self.slides:
+            return sums + part
+        start = self.first_key(first)
+        part += jax.lax.dynamic_slice_in_dim(sums, start, self.num_keys, axis=3)
+        return jax.lax.dynamic_update_slice_in_dim(sums, part, start, axis=3)
 
 
 def _spans(seq: int, kv_seq: int, mask: Mask, max_size: int) -> Iterator[_Span]:
     """Cut the queries into at most nine spans of blocks.
 
     Without an offset, a span takes no keys after its last query, which saves about half of all
-    products.
+    products. With a window and no offset, all blocks of a size are one span.
     """
+    slides = mask.window is not None and mask.offset is None and seq <= kv_seq
     size = math.ceil(seq / math.ceil(seq / max_size))
     total = seq // size
     max_blocks = max(math.ceil(total / _MAX_SPANS), min(2, total // 4))
-    if mask.offset is not None:  # known at run time only, so that any key may be seen
+    if mask.offset is not None or slides:  # with an offset at run time, any key may be seen
         max_blocks = total
     first = 0
     while first < seq:
@@ -275,7 +309,9 @@ def _spans(seq: int, kv_seq: int, mask: Mask, max_size: int) -> Iterator[_Span]:
         num_blocks = min(max_blocks, (seq - first) // size)
         end = first + num_blocks * size
         num_keys = kv_seq if mask.offset is not None else min(end, kv_seq)
-        yield _Span(first, num_blocks, size, num_keys)
+        if slides and mask.window is not None:
+            num_keys = min(num_keys, mask.window - 1 + size)
+        yield _Span(first, num_blocks, size, num_keys, slides)
         first = end
 
 
@@ -303,9 +339,8 @@ def _flash_forward(
     outs = []
     lses = []
     for span in _spans(q.shape[3], k.shape[2], mask, max_size or _BLOCK):
-        keys = k[:, :, : span.num_keys]
-        values = v[:, :, : span.num_keys]
-        attend_block = functools.partial(_attend_block, q, keys, values, mask, span.size)
+        end = k.shape[2] if span.slides else span.num_keys
+        attend_block = functools.partial(_attend_block, q, k[:, :, :end], v[:, :, :end], mask, span)
         out, lse = jax.lax.map(attend_block, span.starts())
         outs.append(_join(out))
         lses.append(_join(lse))
@@ -315,10 +350,11 @@ def _flash_forward(
     return out, (q, k, v, mask, out, lse)
 
 
-def _attend_block(q: Array, k: Array, v: Array, mask: Mask, size: int, first: Array) -> Arrays:
+def _attend_block(q: Array, k: Array, v: Array, mask: Mask, span: _Span, first: Array) -> Arrays:
     """Return the output and ``lse`` of a block of queries."""
-    q = _block(q, first, size)
-    softmax = _start_softmax(_block_scores(q, k, mask, first), v)
+    q = _block(q, first, span.size)
+    scores = _block_scores(q, span.keys(k, first), mask, first, span.first_key(first))
+    softmax = _start_softmax(scores, span.keys(v, first))
     lse = jnp.where(softmax.total > 0, softmax.largest + jnp.log(softmax.total), jnp.inf)
     return softmax.divide(q), lse
 
@@ -339,7 +375,7 @@ def _flash_backward(residuals: tuple[Any, ...], d_out: Array) -> tuple[Array, Ar
     d_k = jnp.zeros(k.mT.shape, wide)  # [batch, kv_heads, head_dim, kv_seq], as are their parts
     d_v = jnp.zeros(v.mT.shape, wide)
     for span in _spans(q.shape[3], k.shape[2], mask, _BLOCK):
-        end = span.num_keys
+        end = k.shape[2] if span.slides else span.num_keys
         arrays = (q, d_out, lse, delta)
         blocks, d_keys, d_values = _span_gradients(span, mask, arrays, k[:, :, :end], v[:, :, :end])
         d_queries.append(_join(blocks))
@@ -363,14 +399,15 @@ def _span_gradients(span: _Span, mask: Mask, arrays: Arrays, k: Array, v: Array)
     def add_block(sums: Arrays, first: Array) -> tuple[Arrays, Array]:
         d_k, d_v = sums
         q, d_out, lse, delta = (_block(array, first, span.size) for array in arrays)
-        p = jnp.exp(_block_scores(q, k, mask, first) - lse)
-        d_p = product("bkgth,bksh->bkgts", d_out, v)
+        keys = span.keys(k, first)
+        p = jnp.exp(_block_scores(q, keys, mask, first, span.first_key(first)) - lse)
+        d_p = product("bkgth,bksh->bkgts", d_out, span.keys(v, first))
         d_s = (p * (d_p - delta) * q.shape[-1] ** -0.5).astype(q.dtype)
         # Channels come before keys, because XLA:CPU copies the first factor to transpose it, and
         # this one is smaller.
-        d_k += product("bkgth,bkgts->bkhs", q, d_s)
-        d_v += product("bkgth,bkgts->bkhs", d_out, p.astype(v.dtype))
-        return (d_k, d_v), product("bkgts,bksh->bkgth", d_s, k)
+        d_k = span.add(d_k, product("bkgth,bkgts->bkhs", q, d_s), first)
+        d_v = span.add(d_v, product("bkgth,bkgts->bkhs", d_out, p.astype(v.dtype)), first)
+        return (d_k, d_v), product("bkgts,bksh->bkgth", d_s, keys)
 
     zeros = (jnp.zeros(k.mT.shape, wide), jnp.zeros(v.mT.shape, wide))
     (d_k, d_v), d_q = jax.lax.scan(add_block, zeros, span.starts())
@@ -383,9 +420,10 @@ def _span_gradients(span: _Span, mask: Mask, arrays: Arrays, k: Array, v: Array)
 def cached_attention(query: Array, key: Array, value: Array, mask: Mask) -> Array:
     """Compute attention over a cache in blocks of keys, and of many queries in blocks, too.
 
-    Blocks of keys are read up to the longest row. A block that a row does not see leaves its result
-    as it is, bit for bit. So the result depends on the row's own tokens and positions alone: not on
-    other rows, nor on how long they or the cache (of whole blocks) are.
+    Blocks of keys are read up to the longest row, with a window from the shortest row's on. A block
+    that a row does not see leaves its result as it is, bit for bit. So the result depends on the
+    row's own tokens and positions alone: not on other rows, nor on how long they or the cache (of
+    whole blocks) are.
     """
     grouped = _group(query, key)
     seq = grouped.shape[3]
@@ -417,7 +455,12 @@ def _over_key_blocks(query: Array, key: Array, value: Array, mask: Mask, first: 
     if mask.offset is not None:
         num_visible = first + jnp.max(mask.offset) + query.shape[3]
     num_blocks = jnp.minimum(-(-num_visible // size), kv_seq // size)
-    return jax.lax.fori_loop(1, num_blocks, add_block, over_block(0)).divide(query)
+    first_block = 0
+    if mask.offset is not None and mask.window is not None:
+        first_visible = first + jnp.min(mask.offset) - mask.window + 1
+        first_block = jnp.clip(first_visible // size, 0, kv_seq // size - 1)
+    start = over_block(first_block * size)
+    return jax.lax.fori_loop(first_block + 1, num_blocks, add_block, start).divide(query)
 
 
 def _key_block(kv_seq: int) -> int:

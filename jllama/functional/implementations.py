@@ -80,6 +80,7 @@ def choose_attention(
     platform: str = "cpu",
     dtype: Any = "float32",
     packed: bool = True,
+    window: bool = False,
 ) -> str:
     """Return the name that ``auto`` stands for.
 
@@ -94,6 +95,8 @@ def choose_attention(
         dtype: that of the arrays; kernels for GPUs need 16 bits.
         packed: whether documents must be kept apart, which cuDNN cannot. The faster kernel that can
             needs the package ``tokamax``.
+        window: whether some layer has a sliding window, which JAX's own kernel for packed documents
+            does not have.
 
     Examples:
         >>> choose_attention(512, 512), choose_attention(1, 512)
@@ -104,19 +107,23 @@ def choose_attention(
         if platform == "tpu":
             return "splash"
         if platform == "gpu" and jnp.dtype(dtype).itemsize == 2:
-            names = [*_MODULES, "blocked"] if packed else ["cudnn"]
+            names = ["cudnn"]
+            if packed:
+                names = ["tokamax", "blocked"] if window else [*_MODULES, "blocked"]
             return next(name for name in names if is_installed(name))
     return "blocked" if is_whole and (backward or seq > SHORT_TOKENS) else "reference"
 
 
-def choose_cache_attention(seq: int, key: Any, platform: str) -> str:
+def choose_cache_attention(seq: int, key: Any, platform: str, window: int | None = None) -> str:
     """Return the name that ``auto`` stands for, for ``seq`` tokens after cached keys like ``key``.
+
+    ``window`` is the sliding window of some layer, if any has one.
 
     A loop over keys costs a GPU a synchronization with the host and many small launches in each
     layer.
     """
     query = jax.ShapeDtypeStruct((*key.shape[:2], seq, key.shape[3]), key.dtype)
-    mask = Mask(offset=jnp.zeros(1, jnp.int32))
+    mask = Mask(offset=jnp.zeros(1, jnp.int32), window=window)
     if seq < FEW_QUERIES:
         for name in CACHE_ATTENTION.get(platform, []):
             if not ATTENTION[name].refuses(query, key, mask):

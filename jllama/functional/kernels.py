@@ -5,6 +5,7 @@
 hides the padding from every real query, and head sizes to those that the kernel takes.
 """
 
+import dataclasses
 import functools
 import logging
 import math
@@ -50,8 +51,11 @@ def splash(query: Array, key: Array, value: Array, mask: Mask, *, interpret: boo
     offsets = None if mask.offset is None else jnp.broadcast_to(mask.offset, (batch,))
 
     # 2) Make a kernel for one row, causal from its start.
+    causal: Any = library.CausalMask(sizes)
+    if mask.window is not None:
+        causal = library.LocalMask(sizes, window_size=(mask.window - 1, 0), offset=0)
     kernel: Any = library.make_splash_mha(
-        library.MultiHeadMask([library.CausalMask(sizes)] * heads),
+        library.MultiHeadMask([causal] * heads),
         block_sizes=library.BlockSizes(**dict.fromkeys(_BLOCKS, block)),
         head_shards=1,
         q_seq_shards=1,
@@ -99,7 +103,11 @@ def cudnn(query: Array, key: Array, value: Array, mask: Mask) -> Array:
     head_dim = query.shape[3]
     padded = (_pad(array, {3: _round_up(head_dim, 8)}) for array in (query, key, value))
     out = jax.nn.dot_product_attention(
-        *_swap_heads(*padded), scale=head_dim**-0.5, is_causal=True, implementation="cudnn"
+        *_swap_heads(*padded),
+        scale=head_dim**-0.5,
+        is_causal=True,
+        local_window_size=None if mask.window is None else (mask.window - 1, 0),
+        implementation="cudnn",
     )
     return out.swapaxes(1, 2)[..., :head_dim]
 
@@ -125,14 +133,16 @@ def triton(query: Array, key: Array, value: Array, mask: Mask, *, interpret: boo
 def tokamax(query: Array, key: Array, value: Array, mask: Mask) -> Array:
     """Compute attention with tokamax's flash attention (NVIDIA).
 
-    It groups heads, and leaves out blocks before a document's first key. It is written for Hopper
-    and Blackwell in Mosaic, for other GPUs in Triton. Its results and the sums of its softmax are
-    named ``ATTENDED``, so that the backward pass need not compute them again.
+    It groups heads, and leaves out blocks before a document's or a window's first key. It is
+    written for Hopper and Blackwell in Mosaic, for other GPUs in Triton. Its results and the sums
+    of its softmax are named ``ATTENDED``, so that the backward pass need not compute them again.
     """
     batch, _, seq, _ = query.shape
     first_keys = jnp.zeros((batch, seq), jnp.int32)
     if mask.query_segments is not None:
         first_keys = first_of_segments(mask.query_segments)
+    if mask.window is not None:
+        first_keys = jnp.maximum(first_keys, jnp.arange(seq, dtype=jnp.int32) - mask.window + 1)
     return _tokamax(*_swap_heads(query, key, value), first_keys).swapaxes(1, 2)
 
 
@@ -227,7 +237,7 @@ def cudnn_refuses(query: Array, key: Array, mask: Mask) -> str | None:
     """Return what cuDNN cannot serve, or only with all scores or such a bias in memory."""
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"{query.dtype}: only bfloat16 and float16"
-    if any(field is not None for field in vars(mask).values()):
+    if not mask.is_causal:
         return "a mask with segments, an offset or lengths"
     head_dim = query.shape[3]
     return f"a head size of {head_dim}: at most 128" if head_dim > 128 else None
@@ -235,6 +245,11 @@ def cudnn_refuses(query: Array, key: Array, mask: Mask) -> str | None:
 
 def triton_refuses(query: Array, key: Array, mask: Mask) -> str | None:
     """Return what Pallas' Triton attention cannot serve."""
+    return "a sliding window" if mask.window is not None else _row_refuses(query, key, mask)
+
+
+def _row_refuses(query: Array, key: Array, mask: Mask) -> str | None:
+    """Return what a kernel that attends from a row to itself cannot serve."""
     if mask.offset is None and mask.lengths is None and query.shape[2] == key.shape[2]:
         return None
     return "a mask with an offset or lengths, or other numbers of keys than of queries"
@@ -244,14 +259,13 @@ def tokamax_refuses(query: Array, key: Array, mask: Mask) -> str | None:
     """Return what tokamax's attention cannot serve."""
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"{query.dtype}: only bfloat16 and float16"
-    return triton_refuses(query, key, mask)
+    return _row_refuses(query, key, mask)
 
 
 def paged_refuses(query: Any, key: Any, mask: Mask) -> str | None:
     """Return what paged attention cannot serve."""
-    is_one_token = query.shape[2] == 1 and all(
-        field is None for field in list(vars(mask).values())[1:]
-    )
+    has_offset_alone = dataclasses.replace(mask, offset=None).is_causal and mask.window is None
+    is_one_token = query.shape[2] == 1 and has_offset_alone
     fits = key.shape[3] % _LANES == 0 and key.shape[2] % _PAGE == 0
     if is_one_token and fits and key.dtype == jnp.bfloat16:
         return None

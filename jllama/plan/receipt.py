@@ -386,7 +386,8 @@ def plan_decoding(
         lambda leaf, sharding: leaf.update(sharding=sharding), rows, shardings
     )
 
-    attention = choose_cache_attention(1, cache.keys[0], devices[0].platform)
+    window = config.sliding_window or None
+    attention = choose_cache_attention(1, cache.keys[0], devices[0].platform, window)
 
     def step(params: DecodeParams, tokens: Any, cache: Any) -> tuple[Any, Any]:
         llama = build_model(config, params)

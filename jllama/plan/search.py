@@ -147,7 +147,9 @@ def _meshes(config: TrainConfig, seq_len: int, count: int) -> Iterator[MeshConfi
 def _kernels(config: TrainConfig, mesh: MeshConfig, platform: str) -> list[str]:
     """Return the attention implementations that serve packed documents on a platform."""
     query = jnp.zeros((1, 1, 1, config.model.head_dim), jnp.bfloat16)
-    mask = Mask(jnp.zeros(1) if mesh.sequence > 1 else None, jnp.zeros(0), jnp.zeros(0))
+    offset = jnp.zeros(1) if mesh.sequence > 1 else None
+    window = config.model.sliding_window or None
+    mask = Mask(offset, jnp.zeros(0), jnp.zeros(0), window=window)
     attention = config.training.attention
     return [
         name

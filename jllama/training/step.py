@@ -528,7 +528,8 @@ def attention_of(config: TrainConfig, mesh: Mesh) -> str:
     if config.training.attention != "auto":
         return config.training.attention
     seq_len = config.training.seq_len or config.model.max_seq_len
-    chosen = choose_attention(seq_len, seq_len, platform=platform, dtype=dtype)
+    window = config.model.sliding_window > 0
+    chosen = choose_attention(seq_len, seq_len, platform=platform, dtype=dtype, window=window)
     # These two take no queries from inside a row.
     if mesh.shape["sequence"] > 1 and chosen in ("tokamax", "triton"):
         return "blocked"

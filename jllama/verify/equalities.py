@@ -57,6 +57,7 @@ MESHES = {
 """How eight devices share the work."""
 HEADS = 8
 HEAD_DIM = 64
+WINDOW = 70
 KV_HEADS = (8, 2, 1)
 """Multi-head, grouped-query and multi-query attention."""
 
@@ -342,12 +343,18 @@ def attention_masks(seq: int = 160) -> dict[str, tuple[F.Mask, Dense]]:
     causal = np.tri(seq, dtype=bool)
     segments = np.sort(np.random.default_rng(0).integers(0, 3, (2, seq)))
     same_document = segments[:, :, None] == segments[:, None]
+    in_window = np.subtract.outer(keys, keys) < WINDOW
     offset = np.array([5, 70])
     lengths = np.array([seq // 3, 0])
     make: Any = F.Mask  # takes NumPy arrays until they are converted below
     masks = {
         "causal": (make(), causal),
         "packed documents": (make(None, segments, segments), causal & same_document),
+        "sliding window": (make(window=WINDOW), causal & in_window),
+        "packed documents in a window": (
+            make(None, segments, segments, window=WINDOW),
+            causal & in_window & same_document,
+        ),
         "after other tokens": (make(offset), keys <= offset[:, None, None] + keys[:, None]),
         "ragged lengths": (
             make(np.array([seq]), lengths=lengths),

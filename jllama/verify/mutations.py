@@ -144,9 +144,9 @@ def _remainder_attention(
     return _attention(query[:, order], key, value, mask, implementation)[:, np.argsort(order)]
 
 
-def _mask_one_ahead(offset: Array | None = None, **segments: Any) -> F.Mask:
+def _mask_one_ahead(offset: Array | None = None, **others: Any) -> F.Mask:
     """Let each query also see the token after it."""
-    return F.Mask(jnp.ones(1, int) if offset is None else offset + 1, **segments)
+    return F.Mask(jnp.ones(1, int) if offset is None else offset + 1, **others)
 
 
 def _bfloat16_tables(*arguments: Any) -> list[Array]:

@@ -723,7 +723,10 @@ def test_scaling_keys_mean_what_llama_cpp_makes_of_them(tmp_path, llama_file, ch
     ("changes", "message"),
     [
         ({"expert_count": 8}, r"has llama\.expert_count 8, which jllama does not support"),
-        ({"attention.sliding_window": 2**31}, "sliding_window is 2147483648; it must be a number of"),
+        (
+            {"attention.sliding_window": 2**31},
+            "sliding_window is 2147483648; it must be a number of",
+        ),
         ({"attention.scale": 0.5}, r"has llama\.attention\.scale 0\.5"),
         ({"logit_scale": 0.5}, r"has llama\.logit_scale 0\.5"),
         ({"residual_scale": 0.5}, r"has llama\.residual_scale 0\.5"),

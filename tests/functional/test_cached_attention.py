@@ -51,13 +51,14 @@ def draw_lengths(seed, rows, max_length):
     ]
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def compiled(name, query, key, value, lengths):
-    return attention(query, key, value, Mask(lengths), name)
+@functools.partial(jax.jit, static_argnums=(0, 5))
+def compiled(name, query, key, value, lengths, window):
+    return attention(query, key, value, Mask(lengths, window=window), name)
 
 
-def over_cache(name, query, key, value, lengths):
-    return np.asarray(compiled(name, query, key, value, jnp.asarray(lengths, jnp.int32)))
+def over_cache(name, query, key, value, lengths, window=None):
+    lengths = jnp.asarray(lengths, jnp.int32)
+    return np.asarray(compiled(name, query, key, value, lengths, window))
 
 
 def with_room(arrays, more):
@@ -80,6 +81,42 @@ def test_new_tokens_over_a_cache_are_the_end_of_whole_rows(name, seq, max_len, s
         keys, values = (array[row, :, : length + seq] for array in (key, value))
         mask = np.arange(length + seq) <= length + np.arange(seq)[:, None]
         assert relative_error(mixed[row], oracle.attention(query[row], keys, values, mask)) < 1e-5
+
+
+@OVER_A_CACHE
+@pytest.mark.parametrize(("seq", "window"), [(1, 1), (1, 100), (5, 300), (256, 100)])
+@settings(max_examples=4)
+@given(seed=seeds)
+def test_windows_over_a_cache(name, seq, window, seed):
+    """Against the oracle, and with the same bits beside other rows and in a longer cache."""
+    lengths = draw_lengths(seed, 2, 768 - seq)
+    arrays = draw(seed, seq, lengths, 768)
+    mixed = over_cache(name, *arrays, lengths, window)
+    query, key, value = map(np.float64, arrays)
+    for row, length in enumerate(lengths):
+        keys, values = (array[row, :, : length + seq] for array in (key, value))
+        ahead = length + np.arange(seq)[:, None] - np.arange(length + seq)
+        expected = oracle.attention(query[row], keys, values, (ahead >= 0) & (ahead < window))
+        assert relative_error(mixed[row], expected) < 1e-5
+    others = draw_lengths(seed + 1, 2, 768 - seq)
+    beside = draw(seed + 1, seq, others, 768)
+    for array, own in zip(beside, arrays, strict=True):
+        array[1] = own[0]
+    company = over_cache(name, *beside, [others[0], lengths[0]], window)
+    np.testing.assert_array_equal(company[1], mixed[0])
+    longer = over_cache(name, *with_room(arrays, 256), lengths, window)
+    np.testing.assert_array_equal(longer, mixed)
+
+
+@pytest.mark.parametrize("seq", [1, 128])
+def test_a_cache_is_read_only_from_the_first_window_on(seq):
+    """In blocks of 256: what is before the first of them may be anything."""
+    lengths = [700, 900]
+    arrays = draw(0, seq, lengths, 1280)
+    expected = over_cache("cached", *arrays, lengths, 100)
+    for array in arrays[1:]:
+        array[:, :, :512] = np.nan
+    np.testing.assert_array_equal(over_cache("cached", *arrays, lengths, 100), expected)
 
 
 @OVER_A_CACHE

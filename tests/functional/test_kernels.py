@@ -1,5 +1,6 @@
 """The kernels, interpreted on a CPU, against the reference, which ``test_attention`` checks."""
 
+import dataclasses
 import importlib.util
 import sys
 import types
@@ -51,10 +52,10 @@ def compare(kernel, arrays, mask):
     )
 
 
-def documents(seq):
+def documents(seq, window=None):
     starts = np.random.default_rng(1).random((2, seq)) < 0.02
     segments = jnp.asarray(np.cumsum(starts, axis=1), jnp.int32)
-    return Mask(query_segments=segments, key_segments=segments)
+    return Mask(query_segments=segments, key_segments=segments, window=window)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
@@ -67,6 +68,15 @@ def test_values_and_gradients_are_those_of_the_reference(
 ):
     arrays = draw(heads, kv_heads, seq, seq, head_dim)
     assert compare(KERNELS[name], arrays, documents(seq) if packed else Mask()) < 1e-5
+
+
+@pytest.mark.parametrize("window", [1, 70, 129, 300])
+def test_splash_slides_a_window(window):
+    arrays = draw(4, 2, 260, 260, 64)
+    assert compare(splash, arrays, Mask(window=window)) < 1e-5
+    assert compare(splash, arrays, documents(260, window)) < 1e-5
+    behind = Mask(offset=jnp.array([100, 37]), window=window)
+    assert compare(splash, draw(4, 2, 100, 256, 64), behind) < 1e-5
 
 
 @pytest.fixture
@@ -98,6 +108,8 @@ def test_tokamax_is_told_of_documents_heads_and_sums(
         Mask() if packed == "one document" else Mask(query_segments=segments, key_segments=segments)
     )
     assert compare(tokamax, draw(heads, kv_heads, seq, seq, head_dim), mask) < 1e-5
+    windowed = dataclasses.replace(mask, window=50)
+    assert compare(tokamax, draw(heads, kv_heads, seq, seq, head_dim), windowed) < 1e-5
 
 
 def test_the_first_index_of_each_segment():
@@ -155,15 +167,15 @@ def test_paged_reads_each_row_as_far_as_its_own_tokens():
 
 
 def test_auto_over_a_cache_goes_by_platform_and_shapes():
-    def chosen(platform, seq=1, head_dim=128, dtype=jnp.bfloat16):
-        return choose_cache_attention(
-            seq, jax.ShapeDtypeStruct((2, 2, 512, head_dim), dtype), platform
-        )
+    def chosen(platform, seq=1, head_dim=128, dtype=jnp.bfloat16, window=None):
+        key = jax.ShapeDtypeStruct((2, 2, 512, head_dim), dtype)
+        return choose_cache_attention(seq, key, platform, window)
 
     assert [chosen(platform) for platform in ("cpu", "gpu", "tpu")] == ["cached", "split", "paged"]
     assert [chosen("tpu", head_dim=64), chosen("tpu", dtype=jnp.float32), chosen("tpu", 5)] == [
         "split"
     ] * 3
+    assert [chosen(platform, window=9) for platform in ("cpu", "tpu")] == ["cached", "split"]
     assert [chosen(platform, 512) for platform in ("cpu", "gpu", "tpu")] == ["cached"] * 3
 
 
@@ -185,6 +197,13 @@ def test_auto_over_a_cache_goes_by_platform_and_shapes():
         ),
         ("tokamax", Mask(), jnp.float32, "float32: only bfloat16 and float16"),
         ("triton", Mask(offset=jnp.array([3])), jnp.float32, "a mask with an offset or lengths"),
+        ("triton", Mask(window=3), jnp.float32, "a sliding window"),
+        (
+            "paged",
+            Mask(offset=jnp.array([3]), window=3),
+            jnp.bfloat16,
+            "all but one new token a row",
+        ),
         ("cudnn", Mask(), jnp.float32, "float32: only bfloat16 and float16"),
         ("cudnn", documents(8), jnp.bfloat16, "a mask with segments, an offset or lengths"),
     ],
