@@ -422,7 +422,9 @@ def test_a_wrong_number_shows_in_the_layers(monkeypatch, changed):
     monkeypatch.setattr(
         layerwise,
         "_layer",
-        lambda weights, x, config: right(weights, x, dataclasses.replace(config, **changed)),
+        lambda weights, x, config, index: right(
+            weights, x, dataclasses.replace(config, **changed), index
+        ),
     )
     assert run_layerwise(checkpoint, list(range(64))).layer_errors[0] > 30 * TOLERANCE
 

@@ -1,5 +1,6 @@
 """Each equality holds whatever is drawn, and sees the mistakes that it is there for."""
 
+import dataclasses
 import functools
 
 import jax
@@ -147,7 +148,8 @@ def test_what_an_implementation_refuses_is_said_and_is_no_failure(monkeypatch):
 
 def test_a_registered_implementation_has_its_rows(monkeypatch):
     def forgets_the_segments(query, key, value, mask):
-        return F.attention(query, key, value, mask._replace(query_segments=None), "reference")
+        whole_row = dataclasses.replace(mask, query_segments=None)
+        return F.attention(query, key, value, whole_row, "reference")
 
     monkeypatch.setitem(
         F.ATTENTION, "mine", F.ATTENTION["reference"]._replace(function=forgets_the_segments)
@@ -156,10 +158,11 @@ def test_a_registered_implementation_has_its_rows(monkeypatch):
     wrong = {
         name for name, check in checks.items() if not check.compute() < VISIBLE * check.tolerance
     }
-    assert len(checks) == 5
+    assert len(checks) == 7
     assert wrong == {
         "packed documents against reference attention/mine",
         "attention against the oracle, packed documents/mine",
+        "attention against the oracle, packed documents in a window/mine",
     }
 
 
@@ -197,12 +200,14 @@ def moved(by):
     )
 
 
-def and_the_last_slot(offset=None, **segments):
-    class AndTheLastSlot(F.Mask):
-        def dense(self, *where):
-            return F.Mask.dense(self, *where).at[..., -1].set(True)
-
-    return AndTheLastSlot(offset, **segments)
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["offset", "query_segments", "key_segments", "lengths"],
+    meta_fields=["window"],
+)
+class AndTheLastSlot(F.Mask):
+    def dense(self, *where):
+        return F.Mask.dense(self, *where).at[..., -1].set(True)
 
 
 def wrapped(**wrong):
@@ -262,7 +267,7 @@ MISTAKES = {
     "cache: sees one ahead": (with_mask("extend", Mask=moved(1)), LAYOUTS, {*CACHED, PADDING}),
     "cache: does not see itself": (with_mask("extend", Mask=moved(-1)), LAYOUTS, CACHED),
     "cache: sees an unused slot": (
-        with_mask("extend", Mask=and_the_last_slot),
+        with_mask("extend", Mask=AndTheLastSlot),
         LAYOUTS,
         {*CACHED, PADDING},
     ),
@@ -315,7 +320,14 @@ def blind_queries_are_nan(query, key, value, mask):
     return F.attention(query, key, value, mask) + jnp.where(blind, jnp.nan, 0)[:, None, :, None]
 
 
-MASKS = {"causal", "packed documents", "after other tokens", "ragged lengths"}
+MASKS = {
+    "causal",
+    "packed documents",
+    "sliding window",
+    "packed documents in a window",
+    "after other tokens",
+    "ragged lengths",
+}
 
 
 @pytest.mark.parametrize(
