@@ -9,14 +9,17 @@ import re
 
 import jax
 import pytest
+import torch
+import transformers
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
+from jllama.checkpoints.huggingface import config_to_huggingface
 from jllama.config import llama_mlp_dim
 from jllama.errors import UsageError
 from jllama.model import abstract_params
 from jllama.parameters import count_parameters, parameter_table
 from jllama.presets import PRESETS, preset
-from jllama.rope_scaling import Llama3Scaling
+from jllama.rope_scaling import Llama3Scaling, YarnScaling
 from jllama.sharding import AXES, state_sharding
 from jllama.training.config import OptimizerConfig
 from jllama.training.optimizer import make_optimizer
@@ -47,6 +50,36 @@ COUNTS = {
     "smollm2-135m": 134_515_008,
     "smollm2-360m": 361_821_120,
     "smollm2-1.7b": 1_711_376_384,
+    "mistral-7b-v0.1": 7_241_732_096,
+    "mistral-7b-v0.2": 7_241_732_096,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "mistral-nemo-12b": 12_247_782_400,
+    "ministral-8b": 8_019_808_256,
+    "mistral-small-24b": 23_572_403_200,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "smollm3-3b": 3_075_098_624,
+    "olmo2-1b": 1_484_916_736,
+    "olmo2-7b": 7_298_617_344,
+    "olmo2-13b": 13_716_198_400,
+    "olmo2-32b": 32_234_279_936,
+    "olmo3-7b": 7_298_011_136,
+    "olmo3-32b": 32_233_522_176,
+    "phi-3-mini-4k": 3_821_079_552,
+    "phi-4": 14_659_507_200,
+    "granite-3.3-2b": 2_533_539_840,
+    "granite-3.3-8b": 8_170_864_640,
     "stories-260k": 260_032,
     "stories-15m": 15_191_712,
     "stories-42m": 41_689_600,
@@ -103,8 +136,12 @@ def test_mlp_widths_follow_the_rule(name):
 
 
 def test_heads_are_as_wide_as_the_residual_stream():
+    others = ("mistral-nemo-12b", "mistral-small-24b", "qwen3-0.6b", "qwen3-4b", "qwen3-32b")
     for name, config in PRESETS.items():
-        assert config.num_heads * config.head_dim == config.embed_dim, name
+        if name not in others:
+            assert config.num_heads * config.head_dim == config.embed_dim, name
+        else:
+            assert config.num_heads * config.head_dim != config.embed_dim, name
 
 
 @pytest.mark.parametrize(
@@ -123,6 +160,20 @@ def test_heads_are_as_wide_as_the_residual_stream():
         ("smollm2-135m", 8192, 100_000, 1e-5, None, True),
         ("smollm2-1.7b", 8192, 130_000, 1e-5, None, True),
         ("stories-15m", 256, 10_000, 1e-5, None, True),
+        ("mistral-7b-v0.1", 32_768, 10_000, 1e-5, None, False),
+        ("mistral-7b-v0.3", 32_768, 1_000_000, 1e-5, None, False),
+        ("mistral-nemo", 1_024_000, 1_000_000, 1e-5, None, False),
+        ("mistral-small", 32_768, 100_000_000, 1e-5, None, False),
+        ("ministral-8b", 32_768, 100_000_000, 1e-5, None, False),
+        ("qwen2.5-0.5b", 32_768, 1_000_000, 1e-6, None, True),
+        ("qwen2.5-7b", 32_768, 1_000_000, 1e-6, None, False),
+        ("qwen3-4b", 40_960, 1_000_000, 1e-6, None, True),
+        ("qwen3-8b", 40_960, 1_000_000, 1e-6, None, False),
+        ("smollm3", 65_536, 5_000_000, 1e-6, None, True),
+        ("olmo2-", 4096, 500_000, 1e-6, None, False),
+        ("phi-3", 4096, 10_000, 1e-5, None, False),
+        ("phi-4", 16_384, 250_000, 1e-5, None, False),
+        ("granite-3.3", 131_072, 10_000_000, 1e-5, None, True),
     ],
 )
 def test_what_the_counts_do_not_show(prefix, max_seq_len, theta, eps, factor, tied):
@@ -132,6 +183,54 @@ def test_what_the_counts_do_not_show(prefix, max_seq_len, theta, eps, factor, ti
         assert (config.max_seq_len, config.rope_theta, config.norm_eps) == (max_seq_len, theta, eps)
         assert config.rope_scaling == (Llama3Scaling(factor, 1.0, 4.0, 8192) if factor else None)
         assert config.tie_embeddings == tied
+
+
+def test_options_are_those_of_the_families():
+    every_fourth = (3, 7, 11, 15, 19, 23, 27, 31)
+    olmo3 = preset("olmo3-7b")
+    assert olmo3.rope_scaling == YarnScaling(8.0, 8192, 32.0, 1.0, 0.1 * math.log(8) + 1)
+    expected = {
+        "llama3.1-8b": {},
+        "mistral-7b-v0.1": {"sliding_window": 4096},
+        "mistral-7b-v0.3": {},
+        "ministral-8b": {"sliding_window": 32_768},
+        "qwen2.5-7b": {"attention_bias": True},
+        "qwen3-8b": {"qk_norm": "head"},
+        "smollm3-3b": {"no_rope_layers": (*every_fourth, 35)},
+        "olmo2-7b": {"qk_norm": "whole", "norm_placement": "after"},
+        "olmo3-7b": {
+            "qk_norm": "whole",
+            "norm_placement": "after",
+            "sliding_window": 4096,
+            "full_attention_layers": every_fourth,
+            "rope_scaling_layers": "full_attention",
+        },
+        "phi-3-mini-4k": {"sliding_window": 2047},
+        "phi-4": {},
+        "granite-3.3-8b": {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 1 / 128,
+            "logits_scaling": 16.0,
+        },
+    }
+    for name, options in expected.items():
+        config = preset(name)
+        assert {field: getattr(config, field) for field in config.extensions} == options
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if not name.startswith("stories")])
+def test_transformers_has_as_many_parameters(name):
+    """In the class of the model's family, made on torch's device without memory."""
+    config = preset(name)
+    if config.embed_dim % config.num_heads:
+        pytest.skip("transformers' Llama needs embed_dim to be a multiple of num_heads")
+    fields = config_to_huggingface(config, "float32")
+    with torch.device("meta"):
+        peer = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(**fields)
+        )
+    assert sum(parameter.numel() for parameter in peer.parameters()) == COUNTS[name]
 
 
 @pytest.mark.parametrize(
@@ -152,12 +251,22 @@ def test_a_name_like_no_other_is_refused_with_all_of_them():
 
 
 MESHES = {8: (2, 2, 1, 2), 64: (4, 4, 1, 4)}  # AXES
-DO_NOT_DIVIDE = {  # query heads, ways to split them, and the most ways below that divide them
-    ("smollm2-135m", 8): (9, 2, 1),
-    ("smollm2-135m", 64): (9, 4, 3),
-    ("smollm2-360m", 8): (15, 2, 1),
-    ("smollm2-360m", 64): (15, 4, 3),
-    ("stories-15m", 64): (6, 4, 3),
+HEADS = "heads axis of layers/wq"
+VOCAB = "vocab axis of embed"
+DO_NOT_DIVIDE = {  # the axis, its size, ways to split it, and the most ways below that divide it
+    ("smollm2-135m", 8): (HEADS, 9, 2, 1),
+    ("smollm2-135m", 64): (HEADS, 9, 4, 3),
+    ("smollm2-360m", 8): (HEADS, 15, 2, 1),
+    ("smollm2-360m", 64): (HEADS, 15, 4, 3),
+    ("stories-15m", 64): (HEADS, 6, 4, 3),
+    ("qwen2.5-0.5b", 64): (HEADS, 14, 4, 2),
+    ("phi-4", 64): ("kv_heads axis of layers/wk", 10, 4, 2),
+    ("olmo3-7b", 64): (VOCAB, 100_278, 4, 3),
+    ("olmo3-32b", 64): (VOCAB, 100_278, 4, 3),
+    ("granite-3.3-2b", 8): (VOCAB, 49_159, 2, 1),
+    ("granite-3.3-2b", 64): (VOCAB, 49_159, 4, 1),
+    ("granite-3.3-8b", 8): (VOCAB, 49_159, 2, 1),
+    ("granite-3.3-8b", 64): (VOCAB, 49_159, 4, 1),
 }
 
 
@@ -179,8 +288,8 @@ def test_every_preset_is_split_over_8_and_64_devices(name, devices):
     mesh = AbstractMesh(MESHES[devices], AXES, axis_types=(AxisType.Auto,) * 4)
     config, table = preset(name), parameter_table(preset(name))
     if (name, devices) in DO_NOT_DIVIDE:
-        heads, ways, nearest = DO_NOT_DIVIDE[name, devices]
-        said = f"the heads axis of layers/wq has size {heads}, which does not divide {ways} ways"
+        axis, size, ways, nearest = DO_NOT_DIVIDE[name, devices]
+        said = f"the {axis} has size {size}, which does not divide {ways} ways"
         with pytest.raises(
             UsageError, match=f"^{said}: the nearest mesh.tensor that does is {nearest}$"
         ):

@@ -20,9 +20,6 @@ MULTIPLIERS = {
     "logits_scaling": "logit_scale",
 }
 """Factors, which Hugging Face's files call by the same names, and their keys in GGUF files."""
-EVERY_FOURTH = 4
-"""llama.cpp takes every fourth layer of SmolLM3 as one without rotation, and of OLMo 3 as one
-without a sliding window."""
 SLIDING = "sliding_attention"
 FULL = "full_attention"
 
@@ -61,7 +58,7 @@ def _after_first_layers(layer: int, fields: Mapping[str, Any]) -> bool:
 
 
 def _all_but_every_fourth(layer: int, fields: Mapping[str, Any]) -> bool:
-    return (layer + 1) % EVERY_FOURTH != 0
+    return (layer + 1) % 4 != 0
 
 
 _WINDOWS = ("sliding_window", "full_attention_layers")
@@ -133,7 +130,7 @@ FAMILIES = {
                 "rope_theta": 2_000_000.0,
                 "tie_word_embeddings": True,
                 "use_sliding_window": False,
-                "no_rope_layer_interval": EVERY_FOURTH,
+                "no_rope_layer_interval": 4,
             },
             has_window=lambda layer, fields: layer in fields["no_rope_layers"],
             is_interleaved=True,

@@ -17,7 +17,6 @@ import numpy as np
 from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, LlamaFileType
 
 from jllama.checkpoints.families import (
-    EVERY_FOURTH,
     GGUF_FAMILIES,
     MULTIPLIERS,
     Family,
@@ -45,6 +44,7 @@ from jllama.config import LLAMA_VALUES, LlamaConfig
 from jllama.errors import JllamaError, UsageError
 from jllama.files import errors_as
 from jllama.parameters import PARAMETERS, TensorSpec
+from jllama.presets import every_fourth
 from jllama.rope_scaling import (
     ROPE_SCALINGS,
     LinearScaling,
@@ -258,7 +258,7 @@ def _read_config(
         if name in family.optional:
             values[name] = keys.take(key, float, 0.0) or LLAMA_VALUES[name]
     if "no_rope_layers" in family.optional:
-        values["no_rope_layers"] = _every_fourth(values["num_layers"])
+        values["no_rope_layers"] = every_fourth(values["num_layers"])
     if "sliding_window" in family.optional:
         values |= _read_windows(keys, family, values["num_layers"])
     if "rope_scaling_layers" in family.optional:
@@ -277,14 +277,10 @@ def _read_config(
     return LlamaConfig(**values, rope_scaling=scaling)
 
 
-def _every_fourth(num_layers: int) -> list[int]:
-    return [*range(EVERY_FOURTH - 1, num_layers, EVERY_FOURTH)]
-
-
 def _read_windows(keys: _Keys, family: Family, num_layers: int) -> dict[str, Any]:
     """Return the sliding window and the layers without it; nothing if there is no window."""
     window = keys.take(_WINDOW, int, 0)
-    full = _every_fourth(num_layers) if family.gguf == "olmo2" else []
+    full = [*every_fourth(num_layers)] if family.gguf == "olmo2" else []
     has_window = keys.rest.pop(_WINDOW_LAYERS, None)
     if has_window is not None:
         if not isinstance(has_window, list) or len(has_window) != num_layers:
@@ -441,7 +437,7 @@ def _options_to_write(config: LlamaConfig, family: Family) -> dict[str, Any]:
     for name, key in MULTIPLIERS.items():
         if name in family.optional:
             keys[key] = getattr(config, name) or config.head_dim**-0.5
-    layers_of_llama_cpp = tuple(_every_fourth(config.num_layers))
+    layers_of_llama_cpp = every_fourth(config.num_layers)
     if "no_rope_layers" in family.optional and config.no_rope_layers != layers_of_llama_cpp:
         raise JllamaError(
             f"llama.cpp's {family.gguf} has no rotation in the layers {layers_of_llama_cpp}, "
