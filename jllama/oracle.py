@@ -182,7 +182,9 @@ def block(
             half = len(frequencies)
             frequencies = config.rope_theta ** (-np.arange(half) / half)
         elif config.rope_scaling:
-            q = config.rope_scaling.attention_factor**2 * q  # YaRN's 1/t, sec. 3.4
+            factors = np.ones(config.head_dim)
+            factors[: 2 * len(frequencies)] = config.rope_scaling.attention_factor**2
+            q = q * factors  # YaRN's 1/t, sec. 3.4, of what is rotated
         q = rotate(q, positions, frequencies)
         k = rotate(k, positions, frequencies)
 

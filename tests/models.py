@@ -12,6 +12,7 @@ from jllama.checkpoints import registry
 from jllama.config import LlamaConfig
 from jllama.decode_params import decode_layout
 from jllama.language_model import LanguageModel
+from jllama.rope_scaling import YarnScaling
 from jllama.templates.messages import TEMPLATES
 from jllama.tokenizers import BytesTokenizer
 from jllama.verify.checks import random_params
@@ -60,6 +61,50 @@ SERVED = LlamaConfig(
     max_seq_len=1024,
 )
 """For the server: the byte tokenizer's tokens, and a context of four chunks."""
+_SIZES = {
+    "vocab_size": 96,
+    "num_layers": 4,
+    "embed_dim": 64,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "mlp_dim": 96,
+    "max_seq_len": 512,
+}
+_WINDOWS = {
+    "sliding_window": 4,
+    "full_attention_layers": (1, 3),
+    "rope_scaling": YarnScaling(8.0, original_max_seq_len=32),
+    "rope_scaling_layers": "full_attention",
+}
+_AFTER = {"qk_norm": "whole", "norm_placement": "after"}
+_FACTORS = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 2.0,
+}
+FAMILIES = {
+    "llama": LlamaConfig(**_SIZES),
+    "mistral": LlamaConfig(**_SIZES, sliding_window=5),
+    "qwen2": LlamaConfig(**_SIZES, attention_bias=True, tie_embeddings=True),
+    "qwen3": LlamaConfig(**_SIZES, qk_norm="head", norm_eps=1e-6),
+    "smollm3": LlamaConfig(**_SIZES, no_rope_layers=(3,)),
+    "olmo2": LlamaConfig(**_SIZES, **_AFTER),
+    "olmo3": LlamaConfig(**_SIZES, **_AFTER, **_WINDOWS),
+    "phi": LlamaConfig(**_SIZES, partial_rotary_factor=0.75, sliding_window=6),
+    "granite": LlamaConfig(**_SIZES, **_FACTORS),
+    "all at once": LlamaConfig(
+        **_SIZES,
+        **_AFTER,
+        **_WINDOWS,
+        **_FACTORS,
+        attention_bias=True,
+        no_rope_layers=(0, 2),
+        partial_rotary_factor=0.75,
+    ),
+}
+"""A model of each family, and one with all options; windows are shorter than any text."""
 
 forward, extend = compiled_jllama().forward, compiled_jllama().extend
 """``forward(config, params, tokens, ...)`` and ``extend(config, decode_params, tokens, cache,
@@ -70,6 +115,13 @@ counts)``."""
 def weights(config):
     """Float32 NumPy arrays in the training layout."""
     return random_params(config, 0)
+
+
+@functools.cache
+def family_weights(name):
+    """The same of a family's model; a tied embedding is small, since it is the head."""
+    config = FAMILIES[name]
+    return random_params(config, 0, embed_std=0.2 if config.tie_embeddings else 1.0)
 
 
 @functools.cache

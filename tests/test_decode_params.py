@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from models import FAMILIES, family_weights, forward
 
 from jllama import oracle
 from jllama.config import LlamaConfig
@@ -45,15 +46,27 @@ def taken_apart(params, config):
 
 
 @pytest.mark.parametrize("joins", [False, True])
-@pytest.mark.parametrize("tied", [False, True])
-def test_logits_are_those_of_the_rounded_weights(tied, joins):
-    config = LlamaConfig(**SIZES, head_dim=32, mlp_dim=96, tie_embeddings=tied)
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(
+            LlamaConfig(**SIZES, head_dim=32, mlp_dim=96, tie_embeddings=tied)
+            for tied in (False, True)
+        ),
+        FAMILIES["all at once"],
+    ],
+    ids=["llama", "tied", "all options"],
+)
+def test_logits_are_those_of_the_rounded_weights(config, joins):
+    tied, layers = config.tie_embeddings, range(config.num_layers)
     weights = random_params(config, 0)
     params = decode_layout(jax.tree.map(jnp.asarray, weights), config, "int8", joins)
     apart = taken_apart(params, config)
     assert (apart["layers"]["0"].keys() == params.weights["layers"]["0"].keys()) == (not joins)
     leaves = jax.tree.leaves(apart, is_leaf=lambda leaf: isinstance(leaf, DecodeMatrix))
-    assert sum(isinstance(leaf, DecodeMatrix) for leaf in leaves) == 7 * 2 + (1 if tied else 2)
+    assert sum(isinstance(leaf, DecodeMatrix) for leaf in leaves) == 7 * len(layers) + (
+        1 if tied else 2
+    )
 
     def rounded(leaf, number, name):
         """What the matrix stands for, in the oracle's shape."""
@@ -70,7 +83,7 @@ def test_logits_are_those_of_the_rounded_weights(tied, joins):
         name: rounded(leaf, None, name) for name, leaf in weights.items() if name != "layers"
     }
     expected_params["layers"] = {
-        name: np.stack([rounded(stack[i], str(i), name) for i in range(2)])
+        name: np.stack([rounded(stack[i], str(i), name) for i in layers])
         for name, stack in weights["layers"].items()
     }
     expected = oracle.forward(expected_params, tokens, config)
@@ -96,3 +109,13 @@ def test_decoding(quantize, joins):
     if quantize is None:
         expected = oracle.forward(weights, np.array([[1, 2, 3, *written.ids]]), config)
         np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rounding_costs_every_family_what_it_costs_a_llama(name):
+    """In logits, relative to their standard deviation."""
+    config, weights = FAMILIES[name], family_weights(name)
+    params = decode_layout(jax.tree.map(jnp.asarray, weights), config, "int8")
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 24))
+    error = forward(config, params, tokens) - oracle.forward(weights, tokens, config)
+    assert 0.001 < np.std(error) / np.std(oracle.forward(weights, tokens, config)) < 0.05
