@@ -1,4 +1,6 @@
-"""Conformance: every variant of Llama, through every file format, against the float64 oracle.
+"""Conformance: every variant of Llama, and of related families, in every file format.
+
+The float64 oracle is the judge.
 
 The code under test is a value, an ``Implementation``, so that the same checks run on jllama and on
 copies of it with one deliberate mistake.
@@ -99,7 +101,8 @@ def small(name: str, heads: int, kv_heads: int, **changes: object) -> LlamaConfi
 
     Its head_dim, epsilon, RoPE, tying and context length stay, unless ``changes`` sets them.
     """
-    config = preset(name)
+    layers = {"no_rope_layers": (), "full_attention_layers": ()}
+    config = dataclasses.replace(preset(name), **layers)
     sizes = {
         "vocab_size": 384,
         "num_layers": 2,
@@ -123,6 +126,16 @@ VARIANTS: dict[str, LlamaConfig] = {
     "TinyLlama": small("tinyllama-1.1b", 8, 4),
     "SmolLM2": small("smollm2-135m", 12, 4),
     "llama2.c": small("stories-42m", 8, 8),
+    "Mistral": small("mistral-7b-v0.1", 4, 2, sliding_window=96),
+    "Qwen 2.5 tied": small("qwen2.5-0.5b", 8, 2),
+    "Qwen 2 in windows": small("qwen2.5-7b", 4, 2, sliding_window=96, full_attention_layers=(0,)),
+    "Qwen 3": small("qwen3-8b", 4, 2),
+    "SmolLM3": small("smollm3-3b", 4, 2, num_layers=4, no_rope_layers=(3,)),
+    "OLMo 2": small("olmo2-7b", 4, 4),
+    "OLMo 3": small("olmo3-7b", 4, 4, num_layers=4, sliding_window=96, full_attention_layers=(3,)),
+    "Phi-4": small("phi-4", 4, 2),
+    "partial rotation": small("phi-4", 4, 2, partial_rotary_factor=0.75),
+    "Granite 3": small("granite-3.3-8b", 4, 2),
     "multi-query": small("tinyllama-1.1b", 8, 1),
     "own head_dim": small("llama3-8b", 4, 2, embed_dim=192),
     "linear x4": _LLAMA_2(rope_scaling=LinearScaling(4.0), max_seq_len=16_384),
@@ -134,7 +147,7 @@ VARIANTS: dict[str, LlamaConfig] = {
         rope_scaling=YarnScaling(32.0, original_max_seq_len=4096), max_seq_len=131_072
     ),
 }
-"""Released Llamas made small, with every field that can go wrong as released."""
+"""Released models made small, with every field that can go wrong as released."""
 
 
 def tokens_and_positions(config: LlamaConfig) -> tuple[Tokens, Tokens]:

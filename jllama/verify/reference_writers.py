@@ -3,8 +3,9 @@
 Names, orders, transposes and the order of rotary channels are written down here a second time, from
 the formats' own definitions and not from ``jllama.parameters``. So a mistake there shows as a
 difference, instead of being made twice. Sources: Meta's llama and llama-models (``model.py``),
-``torch.save``; transformers 4 and 5 (``modeling_llama.py``, ``modeling_rope_utils.py``),
-safetensors; llama.cpp's ``convert_hf_to_gguf.py``; llama2.c's ``export.py``.
+``torch.save``; transformers 4 and 5 (the models and configurations of each family,
+``modeling_rope_utils.py``), safetensors; llama.cpp's ``convert_hf_to_gguf.py`` and models;
+llama2.c's ``export.py``.
 """
 
 import dataclasses
@@ -37,8 +38,8 @@ def _table(text: str) -> dict[str, list[str]]:
     return {key: names for key, *names in map(str.split, text.strip().splitlines())}
 
 
-# The name of each tensor in Meta's, Hugging Face's and GGUF's files, without the ``.weight`` that
-# ends them all.
+# The name of each tensor in Meta's, Hugging Face's and GGUF's files, without the ``.weight`` or, of
+# biases, ``.bias`` that ends it.
 _META, _HUGGING_FACE, _GGUF = range(3)
 _NAMES = _table("""
 embed       tok_embeddings             model.embed_tokens                        token_embd
@@ -53,6 +54,47 @@ w_down      layers.{}.feed_forward.w2  model.layers.{}.mlp.down_proj            
 w_up        layers.{}.feed_forward.w3  model.layers.{}.mlp.up_proj               blk.{}.ffn_up
 final_norm  norm                       model.norm                                output_norm
 lm_head     output                     lm_head                                   output
+bq          -                          model.layers.{}.self_attn.q_proj          blk.{}.attn_q
+bk          -                          model.layers.{}.self_attn.k_proj          blk.{}.attn_k
+bv          -                          model.layers.{}.self_attn.v_proj          blk.{}.attn_v
+q_norm      -                          model.layers.{}.self_attn.q_norm          blk.{}.attn_q_norm
+k_norm      -                          model.layers.{}.self_attn.k_norm          blk.{}.attn_k_norm
+""")
+_NAMES |= {f"{name}_whole": _NAMES[name] for name in ("q_norm", "k_norm")}
+# Names of norms after attention and after the MLP.
+_NAMES |= _table("""
+attn_out_norm  -  model.layers.{}.post_attention_layernorm    blk.{}.post_attention_norm
+mlp_out_norm   -  model.layers.{}.post_feedforward_layernorm  blk.{}.post_ffw_norm
+""")
+_BIASES = ("bq", "bk", "bv")
+# What Phi's files hold as one tensor.
+_FUSED = {
+    1: {
+        "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    },
+    2: {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_up": ("ffn_gate", "ffn_up")},
+}
+# The class in transformers, and the architecture in GGUF files, of each family.
+_FAMILIES = _table("""
+llama      LlamaForCausalLM      llama
+mistral    MistralForCausalLM    llama
+ministral  MinistralForCausalLM  llama
+qwen2      Qwen2ForCausalLM      qwen2
+qwen3      Qwen3ForCausalLM      qwen3
+smollm3    SmolLM3ForCausalLM    smollm3
+olmo2      Olmo2ForCausalLM      olmo2
+olmo3      Olmo3ForCausalLM      olmo2
+phi3       Phi3ForCausalLM       phi3
+granite    GraniteForCausalLM    granite
+""")
+_INTERLEAVED = ("llama", "smollm3", "granite")
+"""GGUF's architectures whose rotary channels are interleaved pairs."""
+_MULTIPLIERS = _table("""
+embedding_multiplier  embedding_scale
+residual_multiplier   residual_scale
+attention_multiplier  attention.scale
+logits_scaling        logit_scale
 """)
 # The names of the fields that both Hugging Face and GGUF have.
 _FIELDS = _table("""
@@ -81,6 +123,32 @@ class FormatWriter(NamedTuple):
     write: Callable[[Path, LlamaConfig, Params], None]
 
 
+def _family(config: LlamaConfig) -> str:
+    """Return the family whose files a model is written in."""
+    marks = {
+        # Phi-4 is a Llama but for its files; no other model has its theta.
+        "phi3": config.partial_rotary_factor < 1 or config.rope_theta == 250_000,
+        "qwen2": config.attention_bias,
+        "qwen3": config.qk_norm == "head",
+        "smollm3": config.no_rope_layers,
+        "olmo3": config.norm_placement == "after" and config.sliding_window,
+        "olmo2": config.norm_placement == "after",
+        "granite": config.logits_scaling != 1,
+        "ministral": config.full_attention_layers,
+        "mistral": config.sliding_window,
+    }
+    return next((family for family, is_marked in marks.items() if is_marked), "llama")
+
+
+def _layer_types(config: LlamaConfig) -> list[bool]:
+    """Return whether each layer has the sliding window."""
+    has_window = config.sliding_window > 0
+    return [
+        has_window and layer not in config.full_attention_layers
+        for layer in range(config.num_layers)
+    ]
+
+
 def interleave(matrix: np.ndarray, heads: int) -> np.ndarray:
     """Reorder the rows of each head from half-split to pairs: 0, half, 1, half + 1, ...
 
@@ -92,34 +160,58 @@ def interleave(matrix: np.ndarray, heads: int) -> np.ndarray:
 def _tensors(config: LlamaConfig, params: Params, file_format: int) -> Tensors:
     """Return every tensor under its name in a format, matrices as ``[outputs, inputs]``.
 
-    Queries and keys are interleaved, except in Hugging Face's format. A tied model has no head.
+    Queries and keys are interleaved in Meta's format and in GGUF files of some families. A tied
+    model has no head.
     """
+    family = _family(config)
+    is_interleaved = file_format == _META
+    if file_format == _GGUF:
+        is_interleaved = _FAMILIES[family][1] in _INTERLEAVED
     heads = {"wq": config.num_heads, "wk": config.num_kv_heads}
     tensors = {_NAMES["embed"][file_format]: params["embed"]}
     for name, stack in params["layers"].items():
+        suffix = ".bias" if name in _BIASES else ""
         for layer, array in enumerate(stack):
             array = _outputs_first(config, name, array)
-            if name in heads and file_format != _HUGGING_FACE:
+            if name in heads and is_interleaved:
                 array = interleave(array, heads[name])
-            tensors[_NAMES[name][file_format].format(layer)] = array
+            tensors[_NAMES[name][file_format].format(layer) + suffix] = array
     for name, array in params.items():
         if name not in ("layers", "embed"):
             tensors[_NAMES[name][file_format]] = _outputs_first(config, name, array)
-    return {f"{name}.weight": np.ascontiguousarray(array, "<f4") for name, array in tensors.items()}
+    if family == "phi3" and file_format != _META:
+        tensors = _fused(config, tensors, file_format)
+    named = {
+        name if name.endswith(".bias") else f"{name}.weight": array
+        for name, array in tensors.items()
+    }
+    return {name: np.ascontiguousarray(array, "<f4") for name, array in named.items()}
+
+
+def _fused(config: LlamaConfig, tensors: Tensors, file_format: int) -> Tensors:
+    """Return the tensors with those of ``_FUSED`` joined, rows behind rows."""
+    fused = dict(tensors)
+    prefix = "model.layers" if file_format == _HUGGING_FACE else "blk"
+    for layer in range(config.num_layers):
+        for name, parts in _FUSED[file_format].items():
+            arrays = [fused.pop(f"{prefix}.{layer}.{part}") for part in parts]
+            fused[f"{prefix}.{layer}.{name}"] = np.concatenate(arrays)
+    return fused
 
 
 def _outputs_first(config: LlamaConfig, name: str, array: np.ndarray) -> np.ndarray:
-    """Return a matrix as ``[outputs, inputs]``; a vector stays."""
-    if array.ndim == 1:
-        return array
+    """Return a matrix as ``[outputs, inputs]``; a vector, perhaps of several heads, is flat."""
+    if array.ndim == 1 or name in _BIASES or name.endswith("_whole"):
+        return array.reshape(-1)
     if name in ("wo", "w_down"):
         return array.reshape(-1, config.embed_dim).T
     return array.reshape(config.embed_dim, -1).T
 
 
 def _frequencies(config: LlamaConfig) -> np.ndarray:
-    """Compute unscaled rotary frequencies, in radians a token: ``[head_dim / 2]``."""
-    return config.rope_theta ** -np.linspace(0, 1, config.head_dim // 2, endpoint=False)
+    """Compute unscaled rotary frequencies, in radians a token: ``[half of rotated channels]``."""
+    num_pairs = round(config.head_dim * config.partial_rotary_factor) // 2
+    return config.rope_theta ** -np.linspace(0, 1, num_pairs, endpoint=False)
 
 
 def _is_papers_yarn(scaling: Any) -> bool:
@@ -215,7 +307,8 @@ def _meta_holds(config: LlamaConfig, count: int) -> bool:
     kv_heads = max(config.num_kv_heads, count)
     divided = (config.num_heads, config.mlp_dim, config.vocab_size, kv_heads)
     return (
-        config.num_heads * config.head_dim == config.embed_dim
+        not config.extensions
+        and config.num_heads * config.head_dim == config.embed_dim
         and (scaling is None or scaling == Llama3Scaling(scaling.factor))
         and all(size % count == 0 for size in divided)
         and kv_heads % config.num_kv_heads == 0
@@ -285,17 +378,54 @@ def _hugging_face_config(config: LlamaConfig, version: int) -> dict[str, Any]:
         if not _is_papers_yarn(scaling):
             rope |= {name: getattr(scaling, name) for name in names[scaling.type]}
     fields = {name: getattr(config, field) for field, (name, _) in _FIELDS.items()}
+    family = _family(config)
     fields |= {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [_FAMILIES[family][0]],
+        "model_type": family,
         "hidden_act": "silu",
         "tie_word_embeddings": config.tie_embeddings,
+        **_hugging_face_options(config, family),
     }
     theta = {"rope_theta": config.rope_theta}
     if version == 4:
         rope_scaling = rope if scaling else None
         return fields | theta | {"rope_scaling": rope_scaling, "torch_dtype": "float32"}
+    if "partial_rotary_factor" in fields:
+        rope["partial_rotary_factor"] = fields.pop("partial_rotary_factor")
+    if family == "olmo3":
+        plain = {"rope_type": "default"} | theta
+        by_layer = {"full_attention": theta | rope, "sliding_attention": plain}
+        return fields | {"rope_parameters": by_layer, "dtype": "float32"}
     return fields | {"rope_parameters": theta | rope, "dtype": "float32"}
+
+
+def _hugging_face_options(config: LlamaConfig, family: str) -> dict[str, Any]:
+    """Return the fields of ``config.json`` that only a family has."""
+    options: dict[str, Any] = {}
+    window = config.sliding_window or None
+    if family in ("mistral", "phi3"):
+        options["sliding_window"] = window
+    if family in ("ministral", "olmo3"):
+        names = ("full_attention", "sliding_attention")
+        kinds = [names[has_window] for has_window in _layer_types(config)]
+        options |= {"sliding_window": window, "layer_types": kinds}
+    if family in ("qwen2", "qwen3"):
+        num_full = len(config.full_attention_layers)
+        options |= {
+            "use_sliding_window": window is not None,
+            "sliding_window": window or 4096,
+            "max_window_layers": num_full if window else config.num_layers,
+        }
+    if family == "smollm3":
+        rotates = [int(layer not in config.no_rope_layers) for layer in range(config.num_layers)]
+        options |= {"no_rope_layers": rotates, "no_rope_layer_interval": 4}
+        options |= {"use_sliding_window": False, "sliding_window": None}
+    if family == "phi3":
+        options["partial_rotary_factor"] = config.partial_rotary_factor
+        options["original_max_position_embeddings"] = config.max_seq_len
+    if family == "granite":
+        options |= {name: getattr(config, name) for name in _MULTIPLIERS}
+    return options
 
 
 def _hugging_face_holds(config: LlamaConfig) -> bool:
@@ -306,18 +436,24 @@ def _hugging_face_holds(config: LlamaConfig) -> bool:
     return scaling.original_max_seq_len == config.max_seq_len
 
 
-def gguf_metadata(config: LlamaConfig) -> dict[str, int | float | str]:
+def gguf_metadata(config: LlamaConfig) -> dict[str, int | float | str | list[bool]]:
     """Return the keys that llama.cpp's converter writes: integers as uint32, numbers as float32."""
     scaling: Any = config.rope_scaling
     metadata = {key: getattr(config, name) for name, (_, key) in _FIELDS.items()}
+    family = _family(config)
     metadata["attention.value_length"] = config.head_dim
-    metadata["rope.dimension_count"] = config.head_dim
+    metadata["rope.dimension_count"] = round(config.head_dim * config.partial_rotary_factor)
     metadata["rope.freq_base"] = config.rope_theta
     if scaling and scaling.type in ("linear", "yarn"):
         metadata |= {"rope.scaling.type": scaling.type, "rope.scaling.factor": scaling.factor}
     if scaling and scaling.type == "yarn":
         metadata["rope.scaling.original_context_length"] = scaling.original_max_seq_len
-    return {f"llama.{key}": value for key, value in metadata.items()}
+    if config.sliding_window:
+        metadata["attention.sliding_window"] = config.sliding_window
+        metadata["attention.sliding_window_pattern"] = _layer_types(config)
+    if family == "granite":
+        metadata |= {key: getattr(config, name) for name, (key,) in _MULTIPLIERS.items()}
+    return {f"{_FAMILIES[family][1]}.{key}": value for key, value in metadata.items()}
 
 
 def gguf_tensors(config: LlamaConfig, params: Params) -> Tensors:
@@ -335,11 +471,12 @@ def gguf_divisors(config: LlamaConfig, scaling: Llama3Scaling) -> np.ndarray:
 
 
 def _write_gguf(path: Path, config: LlamaConfig, params: Params) -> None:
-    writer = GGUFWriter(path, "llama")
+    writer = GGUFWriter(path, _FAMILIES[_family(config)][1])
     add: dict[type, Any] = {
         int: writer.add_uint32,
         float: writer.add_float32,
         str: writer.add_string,
+        list: writer.add_array,
     }
     for key, value in gguf_metadata(config).items():
         add[type(value)](key, value)
@@ -354,6 +491,9 @@ def _write_gguf(path: Path, config: LlamaConfig, params: Params) -> None:
 
 def _gguf_holds(config: LlamaConfig) -> bool:
     scaling: Any = config.rope_scaling
+    every_fourth = [*range(3, config.num_layers, 4)]
+    if config.no_rope_layers and [*config.no_rope_layers] != every_fourth:
+        return False
     if scaling is None or scaling.type == "linear":
         return True
     # Readers recover the factor of Llama 3's scaling from the divisors.
@@ -394,7 +534,8 @@ def _write_llama2c(path: Path, config: LlamaConfig, params: Params) -> None:
 
 def _llama2c_holds(config: LlamaConfig) -> bool:
     return (
-        config.rope_theta == 10_000
+        not config.extensions
+        and config.rope_theta == 10_000
         and config.norm_eps == 1e-5
         and config.rope_scaling is None
         and config.num_heads * config.head_dim == config.embed_dim
