@@ -223,12 +223,8 @@ class Layer(_Module):
             biases = (self.bq[...], self.bk[...], self.bv[...])
             products = [product + bias for product, bias in zip(products, biases, strict=True)]
         query, key, value = products
-        if self.config.qk_norm == "head":
-            query = F.rms_norm(query, self.q_norm[...], self.norm_eps)
-            key = F.rms_norm(key, self.k_norm[...], self.norm_eps)
-        if self.config.qk_norm == "whole":
-            query = self.normalize_whole(query, self.q_norm_whole[...])
-            key = self.normalize_whole(key, self.k_norm_whole[...])
+        query = self.normalize_heads(query, "q_norm")
+        key = self.normalize_heads(key, "k_norm")
         if self.config.attention_multiplier:  # attention divides scores by sqrt(head_dim)
             query = query * (self.config.attention_multiplier * self.config.head_dim**0.5)
         query, key, value = (
@@ -247,10 +243,16 @@ class Layer(_Module):
         rotated = F.apply_rope(x[..., :dim], inputs.cos, inputs.sin)
         return jnp.concatenate([rotated, x[..., dim:]], axis=-1)
 
-    def normalize_whole(self, x: Array, scale: Array) -> Array:
-        """Apply RMSNorm over all heads of a token together; ``x`` is ``[tokens, heads, dim]``."""
-        normed = F.rms_norm(x.reshape(len(x), -1), scale.reshape(-1), self.norm_eps)
-        return normed.reshape(x.shape)
+    def normalize_heads(self, x: Array, name: str) -> Array:
+        """Normalize each head, or with ``qk_norm`` "whole" all heads of a token together.
+
+        ``x`` is ``[tokens, heads, head_dim]``. Without such a norm it is returned unchanged.
+        """
+        if self.config.qk_norm != "whole":
+            return self.normalize(x, name)
+        scale = getattr(self, f"{name}_whole")[...]
+        whole = F.rms_norm(x.reshape(len(x), -1), scale.reshape(-1), self.norm_eps)
+        return whole.reshape(x.shape)
 
     def feed_forward(self, x: Stream) -> Stream:
         """Compute ``functional.swiglu`` with this layer's matrices."""

@@ -171,8 +171,10 @@ def tokens_and_positions(config: LlamaConfig) -> tuple[Tokens, Tokens]:
 @functools.cache
 def weights(config: LlamaConfig) -> Params:
     """Return the variant's weights: small embeddings and sharp attention show every mistake."""
-    # YaRN sharpens attention itself.
+    # YaRN sharpens attention itself, and Granite's multiplier flattens it.
     sharpness = config.rope_scaling.attention_factor**2 if config.rope_scaling else 1.0
+    if config.attention_multiplier:
+        sharpness *= config.attention_multiplier * config.head_dim**0.5
     return random_params(config, 0, embed_std=0.01, query_gain=2.0 / sharpness)
 
 

@@ -125,8 +125,9 @@ def _untied(config: LlamaConfig, params: Params) -> Model:
 
 def _post_norm_layer(layer: Any, x: Array, inputs: Any, cached: Any = None) -> tuple:
     mixed, cached = layer.attention(x, inputs, cached)
-    x = F.rms_norm(x + mixed, layer.attn_norm[...], layer.norm_eps)
-    return F.rms_norm(x + layer.feed_forward(x), layer.mlp_norm[...], layer.norm_eps), cached
+    x = layer.normalize(x + layer.residual(mixed), "attn_norm")
+    x = x + layer.residual(layer.feed_forward(x))
+    return layer.normalize(x, "mlp_norm"), cached
 
 
 def _post_norm() -> types.ModuleType:
@@ -154,6 +155,71 @@ def _bfloat16_tables(*arguments: Any) -> list[Array]:
     return [table.astype(jnp.bfloat16).astype(jnp.float32) for table in F.rope_tables(*arguments)]
 
 
+def _without_bias(config: LlamaConfig, params: Params) -> Model:
+    """Forget the biases of queries, keys and values."""
+    zeros = {name: 0 * params["layers"][name] for name in ("bq", "bk", "bv")}
+    return config, _with_layers(params, **zeros)
+
+
+def _norm_before(config: LlamaConfig, params: Params) -> Model:
+    """Normalize the input of attention and of the MLP with the norms of their outputs."""
+    layers = dict(params["layers"])
+    layers["attn_norm"] = layers.pop("attn_out_norm")
+    layers["mlp_norm"] = layers.pop("mlp_out_norm")
+    return dataclasses.replace(config, norm_placement="before"), params | {"layers": layers}
+
+
+def _layers_one_before(config: LlamaConfig, params: Params) -> Model:
+    """Count layers from 1 where files count from 0."""
+    fields = {}
+    for name in ("no_rope_layers", "full_attention_layers"):
+        layers = getattr(config, name)
+        fields[name] = tuple((layer - 1) % config.num_layers for layer in layers)
+    return dataclasses.replace(config, **fields), params
+
+
+def _without_window(config: LlamaConfig, params: Params) -> Model:
+    """Ignore the sliding window; layers without it stay scaled as they were."""
+    return dataclasses.replace(config, sliding_window=10 * config.max_seq_len), params
+
+
+def _no_norm(layer: Any, x: Array, name: str) -> Array:
+    return x
+
+
+def _norm_of_each_head(layer: Any, x: Array, name: str) -> Array:
+    """Normalize each head by itself, with its part of the scale for all heads."""
+    ones = jnp.ones(x.shape[-1], x.dtype)
+    return F.rms_norm(x, ones, layer.norm_eps) * getattr(layer, f"{name}_whole")[...]
+
+
+def _model_with_norm(normalize_heads: Callable[..., Array]) -> types.ModuleType:
+    """Return a model with another norm of queries and keys."""
+    model = model_with()
+    model.Layer.normalize_heads = normalize_heads
+    return model
+
+
+def _norm_after_rope() -> types.ModuleType:
+    """Normalize queries and keys after the rotation; scales of a pair's channels differ."""
+    model = model_with()
+    right = model.Layer.normalize_heads
+    without_norm = model.Layer.heads  # once ``normalize_heads`` is replaced below
+
+    def late(layer: Any, x: Array, name: str) -> Array:
+        tokens = x.swapaxes(1, 2).reshape(-1, x.shape[1], x.shape[3])
+        normed = right(layer, tokens, name).reshape(x.swapaxes(1, 2).shape)
+        return normed.swapaxes(1, 2)
+
+    def heads(layer: Any, x: Array, inputs: Any) -> tuple[Array, ...]:
+        query, key, value = without_norm(layer, x, inputs)
+        return late(layer, query, "q_norm"), late(layer, key, "k_norm"), value
+
+    model.Layer.normalize_heads = _no_norm
+    model.Layer.heads = heads
+    return model
+
+
 def _cache_one_ahead() -> types.ModuleType:
     """Write tokens after a prompt one slot, and so one position, too far into the cache."""
     model = model_with()
@@ -177,7 +243,11 @@ MUTATIONS = [
     # The norms' epsilon is another release's: 1e-5 for 1e-6, or the reverse.
     _wrong_field("eps x10", "norm_eps", lambda eps: 10 * eps),
     # Norms stand after attention and the MLP, not before them.
-    Mutation("post-norm", model=_post_norm()),
+    Mutation(
+        "post-norm",
+        model=_post_norm(),
+        applies=lambda config: config.norm_placement == "before",
+    ),
     # Key and value heads are tiled over the query heads, not repeated.
     Mutation(
         "heads n % kv",
@@ -196,6 +266,47 @@ MUTATIONS = [
     Mutation("mask +1", model=model_with(Mask=_mask_one_ahead)),
     # Decoded tokens are off by one in the cache.
     Mutation("cache +1", model=_cache_one_ahead()),
+    # Qwen 2's biases of queries, keys and values are not read.
+    Mutation("no bias", _without_bias, applies=lambda config: config.attention_bias),
+    # Queries and keys are normalized after RoPE, not before it, or not at all.
+    Mutation(
+        "norm after RoPE",
+        model=_norm_after_rope(),
+        applies=lambda config: config.qk_norm != "none",
+    ),
+    Mutation(
+        "no q/k norm",
+        model=_model_with_norm(_no_norm),
+        applies=lambda config: config.qk_norm != "none",
+    ),
+    # OLMo's norm of all heads is taken of each head, as Qwen 3's.
+    Mutation(
+        "norm by head",
+        model=_model_with_norm(_norm_of_each_head),
+        applies=lambda config: config.qk_norm == "whole",
+    ),
+    # OLMo's norms of outputs are applied to inputs.
+    Mutation("pre-norm", _norm_before, applies=lambda config: config.norm_placement == "after"),
+    # The sliding window is off by one, or ignored.
+    _wrong_field("window +1", "sliding_window", lambda window: window and window + 1),
+    Mutation("no window", _without_window, applies=lambda config: config.sliding_window > 0),
+    # Layers that differ from the others are off by one.
+    Mutation(
+        "layers -1",
+        _layers_one_before,
+        applies=lambda config: bool(config.no_rope_layers or config.full_attention_layers),
+    ),
+    # Layers without rotation are rotated.
+    _wrong_field("RoPE everywhere", "no_rope_layers", lambda _: ()),
+    # OLMo 3's layers with a window are scaled, too.
+    _wrong_field("scaled windows", "rope_scaling_layers", lambda _: "all"),
+    # All channels of a head are rotated where only a part is.
+    _wrong_field("whole rotation", "partial_rotary_factor", lambda _: 1.0),
+    # One of Granite's factors is ignored.
+    _wrong_field("no embed factor", "embedding_multiplier", lambda _: 1.0),
+    _wrong_field("no add factor", "residual_multiplier", lambda _: 1.0),
+    _wrong_field("no score factor", "attention_multiplier", lambda _: 0.0),
+    _wrong_field("no logit factor", "logits_scaling", lambda _: 1.0),
 ]
 """The known mistakes, in the order of the matrix's columns."""
 
