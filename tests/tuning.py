@@ -2,14 +2,16 @@
 float64.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import math
+from unittest import mock
 
 import jax
 import numpy as np
-from models import SMALL
+from models import FAMILIES, SMALL, family_weights
 
 from jllama import oracle
 from jllama.config import LoraConfig
@@ -30,7 +32,17 @@ KINDS = {
     "dora": LoraConfig(rank=4, alpha=6.0, dora=True),
 }
 ROWS, WINDOW, STEPS = 8, 25, 20
+CACHED = ("compiled", "random_adapter")
 ONE_DEVICE = make_mesh(MeshConfig(), jax.devices()[:1])
+
+
+@contextlib.contextmanager
+def family(name):
+    """All functions of this module are about the model of a family."""
+    model = {"CONFIG": FAMILIES[name], "WEIGHTS": family_weights(name)}
+    fresh = {made: functools.cache(globals()[made].__wrapped__) for made in CACHED}
+    with mock.patch.multiple("tuning", **model, **fresh):
+        yield
 
 
 def digest(tree):
