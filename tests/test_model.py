@@ -633,3 +633,87 @@ def test_a_wrong_table_or_mask_is_seen(wrong, row):
 def test_right_tables_and_masks_are_right_for_those_weights():
     params, expected = sharp()
     assert worst_error(forward(BASE, params, TOKENS, None, POSITIONS), expected) < TOLERANCE
+
+
+# The options of related families
+
+
+@st.composite
+def options(draw):
+    """Any combination of them, also of those that no family has together."""
+    layers = st.lists(st.integers(0, 3), unique=True, max_size=3).map(sorted).map(tuple)
+    window = draw(st.sampled_from([0, 5]))
+    factors = st.sampled_from([1.0, 0.5, 3.0])
+    return {
+        "attention_bias": draw(st.booleans()),
+        "qk_norm": draw(st.sampled_from(["none", "head", "whole"])),
+        "norm_placement": draw(st.sampled_from(["before", "after"])),
+        "no_rope_layers": draw(layers),
+        "sliding_window": window,
+        "full_attention_layers": draw(layers) if window else (),
+        "rope_scaling": draw(st.sampled_from([None, YarnScaling(4.0, original_max_seq_len=16)])),
+        "rope_scaling_layers": draw(st.sampled_from(["all", "full_attention"])),
+        "partial_rotary_factor": draw(st.sampled_from([1.0, 0.5])),
+        "embedding_multiplier": draw(factors),
+        "residual_multiplier": draw(factors),
+        "attention_multiplier": draw(st.sampled_from([0.0, 0.05])),
+        "logits_scaling": draw(factors),
+    }
+
+
+@settings(max_examples=5)
+@given(options=options(), seed=seeds)
+def test_options_in_any_combination(options, seed):
+    """Whole passes by either layout, packed documents, and a prompt with tokens after it."""
+    config = dataclasses.replace(
+        models.SMALL, num_layers=4, norm_eps=1e-6, tie_embeddings=seed % 2 == 0, **options
+    )
+    params = random_params(config, seed, embed_std=0.1, query_gain=2.0)
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, config.vocab_size, (2, SHORT))
+    segments = np.sort(rng.integers(1, 4, tokens.shape))
+    expected = oracle.forward(params, tokens, config)
+    packed = oracle.forward(params, tokens, config, segments=segments)
+    for layout in (params, decode_layout(jax.tree.map(jnp.asarray, params), config)):
+        assert worst_error(forward(config, layout, tokens), expected) < TOLERANCE
+        assert worst_error(forward(config, layout, tokens, segments), packed) < TOLERANCE
+    cache = KVCache.zeros(config, 2, SHORT)
+    logits = []
+    for start, stop in ((0, 9), (9, 18), (18, 19), (19, 20)):
+        counts = jnp.full(2, stop - start)
+        new, cache = extend(config, layout, tokens[:, start:stop], cache, counts)
+        logits.append(new)
+    assert worst_error(np.concatenate(logits, axis=1), expected[:, :20]) < TOLERANCE
+
+
+def test_each_option_is_what_it_says():
+    """By the oracle's logits: options that do nothing there are Llama's."""
+    config = dataclasses.replace(models.SMALL, num_layers=4)
+    params = random_params(config, 0)
+    tokens = TOKENS[:1, :SHORT] % config.vocab_size
+    plain = oracle.forward(params, tokens, config)
+
+    def logits(**options):
+        return oracle.forward(params, tokens, dataclasses.replace(config, **options))
+
+    same = [
+        {"sliding_window": SHORT},
+        {"sliding_window": 3, "full_attention_layers": (0, 1, 2, 3)},
+        {"attention_multiplier": config.head_dim**-0.5},
+    ]
+    for options in same:
+        np.testing.assert_allclose(logits(**options), plain, atol=1e-12)
+    np.testing.assert_allclose(logits(logits_scaling=4.0), plain / 4, atol=1e-12)
+    # With a window of one token each token sees itself alone: its logits are those of a row of it.
+    alone = oracle.forward(params, tokens[:, 7:8], config)
+    np.testing.assert_allclose(logits(sliding_window=1)[:, 7:8], alone, atol=1e-12)
+    # Without rotation the order of earlier tokens does not matter to the last one.
+    shuffled = tokens.copy()
+    shuffled[:, :-1] = shuffled[:, -2::-1]
+    nowhere = {"no_rope_layers": (0,), "num_layers": 1}
+    first_layer = {name: stack[:1] for name, stack in params["layers"].items()}
+    one = dataclasses.replace(config, **nowhere)
+    layer = params | {"layers": first_layer}
+    np.testing.assert_allclose(
+        oracle.forward(layer, shuffled, one)[:, -1], oracle.forward(layer, tokens, one)[:, -1]
+    )

@@ -21,12 +21,14 @@ from jllama.checkpoints.gguf_file import read_gguf_file, write_gguf_file
 from jllama.checkpoints.huggingface import config_from_huggingface, config_to_huggingface
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
+from jllama.generation.generate import generate
 from jllama.language_model import LanguageModel
 from jllama.rope_scaling import YarnScaling
+from jllama.tokenizers import BytesTokenizer
 from jllama.verify.checks import random_params, worst_error
 
 BASE = LlamaConfig(
-    96, 4, embed_dim=128, num_heads=4, num_kv_heads=2, head_dim=32, mlp_dim=160, max_seq_len=512
+    259, 4, embed_dim=128, num_heads=4, num_kv_heads=2, head_dim=32, mlp_dim=160, max_seq_len=512
 )
 YARN = YarnScaling(8.0, original_max_seq_len=64)
 OLMO = {"qk_norm": "whole", "norm_placement": "after"}
@@ -280,3 +282,27 @@ def test_keys_of_gguf(tmp_path):
     assert "it must be true or false for each of the 4 layers" in text
     text = message(config, "mistral.gguf", {"general.architecture": "gemma"})
     assert "has architecture 'gemma'; jllama reads llama, qwen2, qwen3" in text
+
+
+@pytest.mark.slow
+@families
+def test_greedy_tokens_are_those_of_transformers(name, tmp_path):
+    """Over 200 tokens, ten times the sliding window, each with its own cache."""
+    model, _ = model_of(name)
+    registry.save(model, tmp_path / "hf", "hf")
+    peer = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", dtype=torch.float64, attn_implementation="eager"
+    )
+    prompt = TOKENS[:1, :30]
+    with torch.no_grad():
+        expected = peer.generate(
+            torch.tensor(prompt),
+            attention_mask=torch.ones(prompt.shape, dtype=torch.int64),
+            do_sample=False,
+            max_new_tokens=200,
+            min_new_tokens=200,
+            pad_token_id=0,
+        )
+    read = dataclasses.replace(registry.load(tmp_path / "hf"), tokenizer=BytesTokenizer())
+    (answer,) = generate(read, prompt[0].tolist(), max_new_tokens=200, temperature=0, stop_ids=())
+    assert answer.ids == expected[0, 30:].tolist()
