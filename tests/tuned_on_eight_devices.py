@@ -20,6 +20,8 @@ CASES = [
     ("data=2 fsdp=2 tensor=2", "lora", "pairs"),
 ]
 CASES += [(ALL_AXES, "full", "answers"), (ALL_AXES, "dora", "answers")]
+FAMILY = "all at once"
+FAMILY_CASES = [(mesh, "full") for mesh in MESHES] + [(ALL_AXES, "lora")]
 
 
 def main():
@@ -30,6 +32,11 @@ def main():
             kind, rows, tuning.compiled(kind, one_and_eight_devices(MESHES[mesh])[1]), loss
         )
         report.append({"mesh": mesh, "kind": kind, "loss": which, "errors": errors})
+    with tuning.family(FAMILY):
+        for mesh, kind in FAMILY_CASES:
+            training = tuning.compiled(kind, one_and_eight_devices(MESHES[mesh])[1])
+            errors = tuning.first_errors(kind, tuning.packed(tuning.conversations(0)), training)
+            report.append({"mesh": mesh, "kind": kind, "model": FAMILY, "errors": errors})
     tuning.KINDS["int8"] = LoraConfig(rank=4, base="int8")
     try:
         tuning.compiled("int8", one_and_eight_devices(MESHES[ALL_AXES])[1])

@@ -23,6 +23,10 @@ from jllama.verify.checks import random_params, relative_error
 MODEL = LlamaConfig(
     vocab_size=11, num_layers=2, embed_dim=8, num_heads=2, num_kv_heads=1, mlp_dim=12
 )
+EVERY = dataclasses.replace(
+    MODEL, attention_bias=True, qk_norm="whole", norm_placement="after", sliding_window=4
+)
+"""With each kind of parameter that other families have beside a Llama's."""
 NORMS = {"layers/attn_norm", "layers/mlp_norm", "final_norm"}
 MATRICES = {f"layers/{name}" for name in ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")} | {
     "embed",
@@ -136,22 +140,24 @@ def test_the_warm_up_is_rounded_up_and_the_optimizer_counts_its_own_updates(name
     np.testing.assert_allclose(moved, [0.25, 0.5, falling], rtol=1e-4)
 
 
+@pytest.mark.parametrize("model", [MODEL, EVERY], ids=["llama", "every"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_step_without_gradient_decays_the_matrices_alone(name):
+def test_a_step_without_gradient_decays_the_matrices_alone(name, model):
     config = OptimizerConfig(
         name, learning_rate=0.2, final_fraction=1.0, warmup_fraction=0.0, weight_decay=0.3
     )
-    before = random_params(MODEL, 0)
+    before = random_params(model, 0)
     optimizer = make_optimizer(config, 10)
     params = jax.tree.map(jnp.asarray, before)
     updates, _ = optimizer.update(
         jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params
     )
     before, after = by_path(before), by_path(optax.apply_updates(params, updates))
-    assert set(before) == NORMS | MATRICES
+    if model is MODEL:
+        assert set(before) == NORMS | MATRICES
     for path in MATRICES:
         np.testing.assert_allclose(after[path], before[path] * (1 - 0.2 * 0.3), rtol=1e-6)
-    for path in NORMS:
+    for path in set(before) - MATRICES:
         np.testing.assert_array_equal(after[path], before[path])
 
 
@@ -366,8 +372,9 @@ ADAPTER = {"wq": {"a": np.ones((2, 8, 3)), "b": np.ones((2, 3, 8)), "magnitude":
         # Of one layer.
         {"layers": {name: WHOLE["layers"][name][:1] for name in ("wo", "attn_norm")}},
         {"final_norm": WHOLE["final_norm"]},
+        random_params(EVERY, 0),
     ],
-    ids=["whole", "adapter", "part", "no matrix"],
+    ids=["whole", "adapter", "part", "no matrix", "every"],
 )
 def test_muon_is_optax_s_own_on_each_matrix_of_each_layer_and_adamw_on_all_else(params):
     config = OptimizerConfig("muon", 0.1, 1.0, 0.0, beta1=0.8, weight_decay=0.3, clip_norm=1e30)
