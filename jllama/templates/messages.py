@@ -73,7 +73,8 @@ def with_tools(template: str) -> str:
 
     Only SmolLM2's own is replaced. Both write the same if there are no tools and no calls.
     """
-    if "assistant named SmolLM" in template and "tools" not in template:
+    is_smollm2 = "assistant named SmolLM" in template and "/think" not in template
+    if is_smollm2 and "tools" not in template:
         return SMOLLM2_TOOLS
     return template
 
