@@ -31,7 +31,6 @@ import jax.numpy as jnp
 from common import ROOT, panels, table, write
 
 import jllama
-from jllama import functional as F
 from jllama.devices import program_bytes
 from jllama.model import LAYER_CLASSES, Layer
 from jllama.parameters import PARAMETERS, Parameter, count_parameters
@@ -48,12 +47,11 @@ class LayerNormConfig(jllama.LlamaConfig):
 
 
 class LayerNormLayer(Layer):
-    def __call__(self, x: Any, inputs: Any, cached: Any = None) -> Any:
-        normed = layer_norm(x, self.attn_norm[...], self.attn_norm_bias[...], self.norm_eps)
-        mixed, new_cache = self.attention(normed, inputs, cached)
-        normed = layer_norm(x + mixed, self.mlp_norm[...], self.mlp_norm_bias[...], self.norm_eps)
-        mlp = F.swiglu(normed, self.w_gate[...], self.w_up[...], self.w_down[...])
-        return x + mixed + mlp, new_cache
+    def normalize(self, x: Any, name: str) -> Any:
+        if not hasattr(self, name):  # of outputs, as OLMo 2 has
+            return x
+        bias = getattr(self, f"{name}_bias")
+        return layer_norm(x, getattr(self, name)[...], bias[...], self.norm_eps)
 
 
 def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> jax.Array:

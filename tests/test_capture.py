@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from models import LONG, SMALL, decode_params, params, weights
+from models import FAMILIES, LONG, SMALL, decode_params, params, weights
 
 import jllama
 from jllama import oracle
@@ -73,22 +73,28 @@ def test_every_activation_is_the_oracles(layout, config, segments):
             assert relative_error(np.float64(captured[name][row]), value) < 2e-6, name
 
 
-def test_what_is_captured_makes_the_logits():
-    """Blocks add up, a query's weights sum to one, and later keys have no weight."""
-    model = LanguageModel(SMALL, params(SMALL))
-    captured = {name: np.float64(value) for name, value in model.capture(TOKENS, NAMES).items()}
+@pytest.mark.parametrize("config", [SMALL, FAMILIES["all at once"]], ids=["llama", "all options"])
+def test_what_is_captured_makes_the_logits(config):
+    """Blocks add up, a query's weights sum to one, and keys that are not seen have no weight."""
+    model = LanguageModel(config, params(config))
+    names = ["embedding", "final_norm"]
+    names += [f"layers/{n}{part}" for n in range(config.num_layers) for part in PARTS]
+    captured = {name: np.float64(value) for name, value in model.capture(TOKENS, names).items()}
     before = captured["embedding"]
-    for number in range(SMALL.num_layers):
+    distances = np.subtract.outer(np.arange(LENGTH), np.arange(LENGTH))
+    for number, kind in enumerate(config.layer_kinds):
         added = captured[f"layers/{number}/attention"] + captured[f"layers/{number}/feed_forward"]
         np.testing.assert_allclose(
             before + added, captured[f"layers/{number}"], rtol=1e-5, atol=1e-5
         )
         before = captured[f"layers/{number}"]
         shares = captured[f"layers/{number}/attention_weights"]
-        assert shares.shape == (2, SMALL.num_heads, LENGTH, LENGTH)
+        assert shares.shape == (2, config.num_heads, LENGTH, LENGTH)
         np.testing.assert_allclose(shares.sum(axis=-1), 1, rtol=1e-6)
-        assert np.all(shares * np.triu(np.ones((LENGTH, LENGTH)), 1) == 0)
-    logits = captured["final_norm"] @ np.float64(weights(SMALL)["lm_head"])
+        is_seen = (distances >= 0) & (distances < (kind.window or LENGTH))
+        assert np.all((shares > 0) == is_seen)
+    logits = captured["final_norm"] @ np.float64(weights(config)["lm_head"])
+    logits /= config.logits_scaling
     np.testing.assert_allclose(logits, model(TOKENS), rtol=1e-5, atol=1e-5)
 
 

@@ -222,6 +222,11 @@ def test_flops_of_a_hand_computed_example():
     assert training_flops_per_token(config, 16) == 6 * matrices + attention == 23_808
     tied = dataclasses.replace(config, tie_embeddings=True)
     assert training_flops_per_token(tied, 16) == 23_808
+    # In one of two layers a query has at most 5 keys; in a window of 99, all 16.
+    window = dataclasses.replace(config, sliding_window=5, full_attention_layers=(1,))
+    assert training_flops_per_token(window, 16) == 23_808 - attention * 11 / 32
+    wide = dataclasses.replace(config, sliding_window=99, attention_bias=True, qk_norm="whole")
+    assert training_flops_per_token(wide, 16) == 23_808
 
 
 @both

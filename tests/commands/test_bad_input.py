@@ -130,6 +130,22 @@ def test_a_tokenizer_that_is_not_there_or_none(place, fails):
         ("--model.num_kv_heads 3", "num_heads 4 is not divisible by num_kv_heads 3"),
         ("--model.head_dim 15", "head_dim 15 is odd"),
         ("--model.num_layers 0", "num_layers is 0; it must be at least 1"),
+        ("--model.qk_norm heads", "model.qk_norm is 'heads'; it must be one of none, head, whole"),
+        (
+            "--model.no_rope_layers [9]",
+            "no_rope_layers is (9,); it must be indices of layers, from 0 to 1",
+        ),
+        ("--model.no_rope_layers 1", "model.no_rope_layers is '1'; it must be JSON, such as [1, 2"),
+        (
+            "--model.full_attention_layers [1]",
+            "full_attention_layers is set without a sliding_window: set both",
+        ),
+        ("--model.sliding_window -1", "sliding_window is -1; it must be a number of tokens, or 0"),
+        (
+            "--model.partial_rotary_factor 0.1",
+            "head_dim 8 times partial_rotary_factor 0.1 makes 0 channels to rotate",
+        ),
+        ("--model.logits_scaling 0", "logits_scaling is 0.0; it must be positive, and finite"),
         (
             "--model.vocab_size 100",
             "model.vocab_size is 100; it must be 0, or at least the 259 tokens",

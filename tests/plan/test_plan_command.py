@@ -18,6 +18,11 @@ TINY = """
 --training.batch_size 8 --training.reduce_dtype float32
 --training.attention reference --topology h100:8
 """
+FAMILY = """
+--model.num_layers 2 --model.attention_bias true --model.qk_norm whole --model.norm_placement after
+--model.sliding_window 8 --model.full_attention_layers [1] --model.residual_multiplier 0.5
+--mesh.data 1 --mesh.fsdp 4 --mesh.tensor 2 --json
+"""
 
 
 @pytest.mark.parametrize(
@@ -79,6 +84,8 @@ def planned():
         "fits": [],
         "json": ["--json", "--mesh.fsdp", "4", "--mesh.tensor", "2"],
         "too large": ["--batch_size", "4096", "--seq_len", "4096", "--training.remat", "none"],
+        "family": FAMILY.split(),
+        "family decoding": [*FAMILY.split(), "--decode", "--quantize", "int8"],
         "decoding": ["--decode", "--mesh.data", "8", "--mesh.fsdp", "1"],
     }
     environment = os.environ | {
@@ -161,6 +168,22 @@ def test_decoding(planned):
     assert re.search(
         r"weights and keys alone +[\d.]+ [kM]B, \d+\.\d\d ms\n  launches in a step +\d+\n", out
     )
+
+
+def test_a_model_with_biases_norms_and_windows_is_planned(planned):
+    """Of each matrix a device has an eighth, of biases and norms all."""
+    code, out, err = planned["family"]
+    assert (code, err) == (0, "")
+    training = json.loads(out)
+    biases, head_norms = (4 + 2 + 2) * 16, (4 + 2) * 16
+    others = 2 * (biases + head_norms + 2 * 64) + 64
+    matrices = 2 * (64 * 16 * (4 + 2 * 2 + 4) + 3 * 64 * 128) + 2 * 256 * 64
+    assert training["parameters_bytes"] == 4 * (matrices // 8 + others)
+    # A query of the first layer has at most 8 keys.
+    assert training["attention_flops"] == pytest.approx(12 * 4 * 16 * (8 + 32) * 32)
+    code, out, err = planned["family decoding"]
+    assert (code, err) == (0, "")
+    assert json.loads(out)["fits"]
 
 
 def main():
