@@ -8,6 +8,7 @@ import re
 import socket
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import jsonschema
@@ -36,6 +37,8 @@ CALLING = """{% if tools %}{{ tools | tojson }}<tool_call>{"name": "f", "argumen
 <tool_call>{"name": {{ c.function.name | tojson }}, "arguments": {{ c.function.arguments | tojson }}}</tool_call>
 {% endfor %}
 {% endfor %}"""  # noqa: E501
+MISTRAL = Path(__file__).parent.parent / "templates/stock/mistral_nemo.jinja"
+"""It raises an error for ids of calls that do not have nine characters."""
 MESSAGES = [{"role": "user", "content": "hello"}]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SCHEMA = {
@@ -53,7 +56,11 @@ TOOLS = [
 @pytest.fixture(scope="module")
 def engine():
     engine = EngineThread(
-        {"small": served(), "caller": dataclasses.replace(served(), chat_template=CALLING)},
+        {
+            "small": served(),
+            "caller": dataclasses.replace(served(), chat_template=CALLING),
+            "mistral": dataclasses.replace(served(), chat_template=MISTRAL.read_text()),
+        },
         EngineConfig(slots=3, queue=16),
     )
     engine.start()
@@ -365,11 +372,16 @@ def test_the_text_is_what_was_asked_for(ask):
 
 
 @pytest.mark.parametrize(
-    "choice", ["required", {"type": "function", "function": {"name": "right"}}]
+    ("model", "choice"),
+    [
+        ("caller", "required"),
+        ("caller", {"type": "function", "function": {"name": "right"}}),
+        ("mistral", "required"),
+    ],
 )
-def test_tools_are_called(client, choice):
+def test_tools_are_called(client, model, choice):
     given = {
-        "model": "caller",
+        "model": model,
         "messages": MESSAGES,
         "tools": TOOLS,
         "tool_choice": choice,
@@ -397,7 +409,7 @@ def test_tools_are_called(client, choice):
         {"role": "tool", "tool_call_id": call.id, "content": "done"},
     ]
     said = client.chat.completions.create(
-        model="caller", messages=history, tools=TOOLS, max_tokens=3, seed=1
+        model=model, messages=history, tools=TOOLS, max_tokens=3, seed=1
     )
     assert said.choices[0].finish_reason == "length"
 
@@ -440,7 +452,7 @@ def test_tokens_and_templates(ask):
 
 
 def test_models_health_metrics_and_the_page(client, url):
-    assert [model.id for model in client.models.list()] == ["small", "caller"]
+    assert [model.id for model in client.models.list()] == ["small", "caller", "mistral"]
     assert client.models.retrieve("caller") == [*client.models.list()][1]
     reply = httpx.get(f"{url}/v1/models/large/one")
     assert "there is no model large/one" in refused(
