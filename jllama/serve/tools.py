@@ -1,5 +1,7 @@
 """Tool calls: how the models of a chat template write them, a grammar for them, and a parser."""
 
+import contextlib
+import dataclasses
 import enum
 import hashlib
 import json
@@ -8,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jllama.config import Grammar
-from jllama.errors import UsageError
+from jllama.errors import JllamaError, UsageError
 from jllama.files import Json
-from jllama.templates.messages import SMOLLM2_TOOLS, with_tools
+from jllama.language_model import LanguageModel
+from jllama.templates.messages import SMOLLM2_TOOLS, find_template, with_tools
 
 # The fields of a function.
 _FIELDS = {
@@ -32,6 +35,11 @@ class Dialect(NamedTuple):
     after: str
     between: str = ""  # between two calls; empty if the template takes only one
     arguments: str = "arguments"  # the key of the arguments
+    mark: str = (
+        "<tool_call>"  # before calls, at the beginning of ``before``; empty if there is none
+    )
+    end: str = "</tool_call>"  # behind calls; empty if there is none
+    call_id: str = "call_{:.24}"  # makes the id of a call from hexadecimal digits
 
 
 def find_dialect(template: str) -> Dialect | None:
@@ -41,18 +49,34 @@ def find_dialect(template: str) -> Dialect | None:
 
     Llama 3.1 and 3.2 write a call as the whole answer. Hermes, Qwen and others put each call in
     ``<tool_call>`` tags. SmolLM2 puts a list of calls there; its own template takes no tools, and
-    ``with_tools`` replaces it.
+    ``with_tools`` replaces it. Mistral puts a list behind the special token ``[TOOL_CALLS]``, and
+    takes ids of nine characters.
     """
     template = with_tools(template)
     if template == SMOLLM2_TOOLS:
         return Dialect(template, "<tool_call>[", "]</tool_call>", ", ")
     if "tools" not in template:
         return None
+    if "[TOOL_CALLS]" in template:
+        before = "[TOOL_CALLS] [" if "[TOOL_CALLS] [" in template else "[TOOL_CALLS]["
+        return Dialect(template, before, "]", ", ", mark="[TOOL_CALLS]", end="", call_id="{:.9}")
     if "<tool_call>" in template and re.search(r'"arguments\\?": ', template):
         return Dialect(template, "<tool_call>\n", "\n</tool_call>", "\n</tool_call>\n<tool_call>\n")
     if '"parameters": ' in template:
-        return Dialect(template, "", "", "", "parameters")
+        return Dialect(template, "", "", "", "parameters", mark="", end="")
     return None
+
+
+def show_calls(model: LanguageModel) -> LanguageModel:
+    """Return a model whose texts show the mark of its calls, if that is a special token."""
+    if model.tokenizer is None:
+        return model
+    dialect = None
+    with contextlib.suppress(JllamaError):  # the model has no chat template
+        dialect = find_dialect(find_template(model.tokenizer, model.chat_template))
+    if dialect is None or dialect.mark not in model.tokenizer.special_tokens:
+        return model
+    return dataclasses.replace(model, tokenizer=model.tokenizer.showing(dialect.mark))
 
 
 def _function(tool: Any) -> Mapping[str, Any]:
@@ -137,8 +161,8 @@ def call_grammar(
     if parallel and dialect.between and name is None:
         more = f"({json.dumps(dialect.between)} call){{0,7}}"
     text = r"/([^{\s](?s:.*))?/"
-    if dialect.before:
-        text = r"/(?s:.*)/ & ~/(?s:.*)<tool_call>(?s:.*)/"
+    if dialect.mark:
+        text = rf"/(?s:.*)/ & ~/(?s:.*){re.escape(dialect.mark)}(?s:.*)/"
     start = "start: calls | TEXT" if is_free else "start: calls"
     rules += [f"call: {' | '.join(calls)}", f"calls: {before} call {more} {after}"]
     return Grammar("lark", "\n".join([start, *rules, f"TEXT: {text}"]))
@@ -178,10 +202,11 @@ class ToolParser:
         self._names = names
         self._key = key
         self._arguments = dialect.arguments
-        self._mark = "<tool_call>" if dialect.before else ""
-        self._end = "</tool_call>" if dialect.before else ""
+        self._mark = dialect.mark
+        self._end = dialect.end
+        self._call_id = dialect.call_id
         self._max_calls = _MAX_CALLS if parallel and dialect.between else 1
-        self._state = _State.TEXT if dialect.before else _State.CALL
+        self._state = _State.TEXT if dialect.mark else _State.CALL
         self._before = ""  # text before the mark
         self._pending = ""  # behind that, what is not decided yet
 
@@ -266,7 +291,7 @@ class ToolParser:
         function = {"name": name, "arguments": arguments}
         return {
             "index": index,
-            "id": f"call_{digest[:24]}",
+            "id": self._call_id.format(digest),
             "type": "function",
             "function": function,
         }

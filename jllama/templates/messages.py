@@ -16,8 +16,8 @@ from jllama.tokenizers import Tokenizer
 
 Message = Mapping[str, Any]
 """``{"role": "system", "user", "assistant" or "tool", "content": text}``, as in transformers. An
-assistant's may have ``tool_calls``, a list of objects, and then no content. A tool's may have a
-``name`` and a ``tool_call_id``."""
+assistant's may have ``tool_calls``, a list of objects, and then no content, and thoughts as
+``reasoning_content``. A tool's may have a ``name`` and a ``tool_call_id``."""
 
 ROLES = ("system", "user", "assistant", "tool")
 TEXTS = ("text", "input_text", "output_text")
@@ -73,7 +73,8 @@ def with_tools(template: str) -> str:
 
     Only SmolLM2's own is replaced. Both write the same if there are no tools and no calls.
     """
-    if "assistant named SmolLM" in template and "tools" not in template:
+    is_smollm2 = "assistant named SmolLM" in template and "/think" not in template
+    if is_smollm2 and "tools" not in template:
         return SMOLLM2_TOOLS
     return template
 
@@ -175,8 +176,10 @@ def _message_problem(message: Any, with_names: bool) -> str:
     content = message.get("content")
     is_call = role == "assistant" and "tool_calls" in message
     optional = set[str]()
+    if role == "assistant" and isinstance(message.get("reasoning_content"), str):
+        optional.add("reasoning_content")
     if is_call:
-        optional = {"tool_calls", "content"}
+        optional |= {"tool_calls", "content"}
     elif role == "tool":
         optional = {"name", "tool_call_id"}
     if with_names and isinstance(message.get("name"), str):
@@ -391,7 +394,8 @@ def conversation_tokens(
         content = (messages[index].get("content") or "").strip()
         if not content and not messages[index].get("tool_calls"):
             notes["answers that are empty"] += 1
-        if content not in text:
+        thoughts = (messages[index].get("reasoning_content") or "").strip()
+        if content not in text or thoughts not in text:
             notes["answers of which the template leaves out or changes a part"] += 1
     if messages[-1]["role"] != "assistant":
         notes["conversations that end without an answer"] += 1

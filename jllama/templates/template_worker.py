@@ -102,7 +102,8 @@ def _answer_spans(
     """Yield the span of each of the messages ``answers`` in the text, see ``Rendered.spans``.
 
     A span is what changes when the answer is replaced by ``mark``, a character that is not in the
-    text, and white space before that. It is empty if the answer is no part of its own.
+    text, and white space before that. If more changes, it is what follows the prompt for it. It is
+    empty if the answer is no part of its own.
     """
     for index in answers:
         earlier = messages[:index]
@@ -128,7 +129,13 @@ def _answer_spans(
         start = before
         written = ""
         prompt = attempt(messages=earlier, add_generation_prompt=True)
-        if before.startswith(prompt):
+        follows_prompt = prompt and text.startswith(prompt) and text.endswith(after)
+        if match and not is_apart and follows_prompt:
+            # The template splits the answer, in thoughts and the rest: all of it follows the
+            # prompt.
+            start = prompt
+            is_apart = True
+        elif before.startswith(prompt):
             written = before[len(prompt) :].strip()
             if not written:
                 start = prompt

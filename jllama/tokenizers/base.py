@@ -8,6 +8,7 @@ Sources: Kudo and Richardson 2018 (arXiv:1808.06226); Radford et al. 2019 (GPT-2
 GGUF specification (ggml, ``docs/gguf.md``).
 """
 
+import copy
 import enum
 import functools
 import hashlib
@@ -139,6 +140,7 @@ class Tokenizer(ABC):
     file_name: str  # the name of its file, which holds ``content``
     content: bytes
     pieces: list[bytes]  # the bytes that each token stands for; none for special tokens
+    shown: Mapping[int, str] = {}
 
     @functools.cached_property
     def _token_bytes(self) -> Int32[np.ndarray, "vocab"]:
@@ -179,8 +181,31 @@ class Tokenizer(ABC):
                 f"token {array[is_outside][0]} is outside the tokenizer's vocabulary of "
                 f"{self.vocab_size}: give the tokenizer the model was trained with"
             )
-        has_bytes = self._token_bytes[array] > 0
-        return self._decode(array[has_bytes])
+        has_bytes = array[self._token_bytes[array] > 0]
+        texts = []
+        start = 0
+        for index, id in enumerate(has_bytes.tolist()):
+            if id in self.shown:
+                texts += [self._decode(has_bytes[start:index]), self.shown[id]]
+                start = index + 1
+        return "".join([*texts, self._decode(has_bytes[start:])])
+
+    def showing(self, name: str) -> "Tokenizer":
+        """Return a tokenizer whose texts show a special token, such as the mark of tool calls.
+
+        Examples:
+            >>> tokenizer = BytesTokenizer()
+            >>> ids = [75, tokenizer.special_tokens["</s>"]]
+            >>> tokenizer.decode(ids), tokenizer.showing("</s>").decode(ids)
+            ('H', 'H</s>')
+        """
+        id = self.special_tokens[name]
+        copied = copy.copy(self)
+        copied.pieces = [*self.pieces]
+        copied.pieces[id] = name.encode()
+        copied.shown = {**self.shown, id: name}
+        vars(copied).pop("_token_bytes", None)
+        return copied
 
     def token_bytes(self) -> Int32[np.ndarray, "vocab"]:
         """Return the number of UTF-8 bytes of each token, to turn a loss into bits per byte.

@@ -21,8 +21,15 @@ _PRE = {name: name for name in PRE_TOKENIZERS} | {
     "llama3": "llama-bpe",
     "llama-v3": "llama-bpe",
     "default": "gpt-2",
+    "olmo": "gpt-2",
+    "smaug-bpe": "dbrx",
+    "deepseek-r1-qwen": "qwen2",
+    "refact": "smollm",  # of Granite
+    "starcoder": "smollm",
 }
 """The pre-tokenizer of each name in files."""
+_WITH_BOS = ("llama-bpe", "tekken")
+"""The pre-tokenizers of models whose prompts begin with BOS if the file does not say."""
 
 
 def from_gguf(
@@ -59,7 +66,7 @@ def from_gguf(
     check(times == 1, f"the token {token!r} twice")
     # Some files of chat models give BOS or EOS another type.
     kinds[bos_id] = kinds[eos_id] = TokenType.CONTROL
-    add_bos = value("add_bos_token", bool, model == "llama" or _PRE.get(pre) == "llama-bpe")
+    add_bos = value("add_bos_token", bool, model == "llama" or _PRE.get(pre) in _WITH_BOS)
     vocabulary = Vocabulary(tokens, kinds, bos_id, eos_id, add_bos)
     # 3. Read the fields of the model.
     if model == "llama":

@@ -28,18 +28,36 @@ CONFIG_NAME = "tokenizer_config.json"
 _CONFIG_NAMES = (CONFIG_NAME, "generation_config.json", "config.json")
 _NOT_LLAMAS = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
 
-_SPLIT = {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False}
 _BYTE_LEVEL = {
     "type": "ByteLevel",
     "add_prefix_space": False,
     "trim_offsets": True,
     "use_regex": True,
 }
+
+
+def _split_by(pattern: str) -> Json:
+    """Return the pre-tokenizer that isolates what matches a regular expression."""
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    return {"type": "Sequence", "pretokenizers": [split, _BYTE_LEVEL | {"use_regex": False}]}
+
+
+_UPPER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}"
+_LOWER = r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 PRE_TOKENIZERS: dict[str, Json] = {
-    "llama-bpe": {
-        "type": "Sequence",
-        "pretokenizers": [_SPLIT, _BYTE_LEVEL | {"use_regex": False}],
-    },
+    "llama-bpe": _split_by(PATTERN),
+    "dbrx": _split_by(PATTERN),  # of OLMo 2 and Phi-4
+    "qwen2": _split_by(PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")),
+    "tekken": _split_by(_TEKKEN),  # of Mistral Nemo and later models
     "smollm": {
         "type": "Sequence",
         "pretokenizers": [{"type": "Digits", "individual_digits": True}, _BYTE_LEVEL],
@@ -48,14 +66,18 @@ PRE_TOKENIZERS: dict[str, Json] = {
 }
 """The known ways to split text: llama.cpp's names, and how Hugging Face's library is configured."""
 
+_NORMALIZERS: dict[str, Json] = {"qwen2": {"type": "NFC"}}
 _PREPEND = {"type": "Prepend", "prepend": SPACE}
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
 _METASPACE = {"type": "Metaspace", "replacement": SPACE, "split": False}  # of transformers 5
 
 _FORMS: dict[str | bool, tuple[Json | None, Json | None, bool, bool]]
 _FORMS = {
-    # With ignore_merges, a part of the text that is a token is not merged: only in Llama 3.
-    **{name: (None, split, name == "llama-bpe", False) for name, split in PRE_TOKENIZERS.items()},
+    # With ignore_merges, a part of the text that is a token is not merged.
+    **{
+        name: (_NORMALIZERS.get(name), split, name in ("llama-bpe", "tekken"), False)
+        for name, split in PRE_TOKENIZERS.items()
+    },
     False: ({"type": "Sequence", "normalizers": [_REPLACE]}, None, False, True),
     True: ({"type": "Sequence", "normalizers": [_PREPEND, _REPLACE]}, None, False, True),
 }

@@ -1,6 +1,7 @@
 """Calls of tools: templates that are shown them, grammars that let only calls through, answers read
 piece by piece."""
 
+import dataclasses
 import itertools
 import json
 import re
@@ -17,7 +18,13 @@ from transformers.utils.chat_template_utils import render_jinja_template
 import jllama
 from jllama.errors import UsageError
 from jllama.grammar import Matcher
-from jllama.serve.tools import ToolParser, call_grammar, check_tools, find_dialect
+from jllama.serve.tools import (
+    ToolParser,
+    call_grammar,
+    check_tools,
+    find_dialect,
+    show_calls,
+)
 from jllama.templates.messages import (
     TEMPLATES,
     end_of_turn_ids,
@@ -34,7 +41,8 @@ STOCK = {
 SMOLLM2, HERMES, LLAMA = (
     find_dialect(STOCK[name]) for name in ("smollm2", "qwen2_5_training", "llama3_1")
 )
-DIALECTS = {"smollm2": SMOLLM2, "hermes": HERMES, "llama": LLAMA}
+MISTRAL = find_dialect(STOCK["mistral_nemo"])
+DIALECTS = {"smollm2": SMOLLM2, "hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL}
 WEATHER = {
     "type": "object",
     "properties": {
@@ -82,9 +90,16 @@ def test_dialects():
     assert {name for name, template in STOCK.items() if find_dialect(template)} == {
         "llama3_1",
         "llama3_2",
+        "mistral_nemo",
+        "qwen2_5",
         "qwen2_5_training",
+        "qwen3",
         "smollm2",
     }
+    qwen = [find_dialect(STOCK[name])._replace(template="") for name in ("qwen2_5", "qwen3")]
+    assert qwen == [HERMES._replace(template="")] * 2
+    spaced = STOCK["mistral_nemo"].replace("[TOOL_CALLS][", "[TOOL_CALLS] [")
+    assert find_dialect(spaced).before == "[TOOL_CALLS] ["
     assert [name for name, template in TEMPLATES.items() if find_dialect(template)] == []
     assert (LLAMA.template, HERMES.template) == (STOCK["llama3_1"], STOCK["qwen2_5_training"])
     assert find_dialect(LLAMA.template.replace("tools", "tolls")) is None
@@ -114,6 +129,8 @@ FRAGMENTS = [
     *(
         "<tool_call>",
         "</tool_call>",
+        "[TOOL_CALLS]",
+        "[TOOL_",
         "<tool",
         "_call>",
         "<",
@@ -179,7 +196,8 @@ def test_calls_come_back(dialect, calls, places, before):
         each for each in early if isinstance(each, dict)
     ]  # no later than its last character
     assert len({call["id"] for call in found}) == len(calls)
-    assert all(re.fullmatch("call_[0-9a-f]{24}", call["id"]) for call in found)
+    form = "[0-9a-f]{9}" if dialect is MISTRAL else "call_[0-9a-f]{24}"
+    assert all(re.fullmatch(form, call["id"]) for call in found)
     assert read(dialect, list(text))[:2] == (out, found)
 
 
@@ -238,6 +256,37 @@ def test_one_call_where_no_more_are_wanted():
     ]
     text = '{"name": "now", "parameters": {}}'
     assert read(LLAMA, [f"{text}; {text}"])[0] == f"; {text}"
+
+
+def test_a_special_token_that_marks_calls_is_seen_and_forced():
+    """As a model of Mistral's writes it: the mark is one token, whose text is not shown else."""
+    tokenizer = trained_smollm(["hello"], 300)
+    vocabulary = tokenizer.vocabulary()
+    kinds = [*vocabulary.token_type, vocabulary.token_type[0]]
+    tokens = [*vocabulary.tokens, "[TOOL_CALLS]"]
+    tokenizer = type(tokenizer).from_vocabulary(
+        vocabulary._replace(tokens=tokens, token_type=kinds)
+    )
+    model = jllama.LanguageModel(
+        jllama.LlamaConfig(len(tokens), num_layers=1, embed_dim=16, num_heads=1),
+        {},
+        tokenizer,
+        STOCK["mistral_nemo"],
+    )
+    shown = show_calls(model).tokenizer
+    text = written(MISTRAL, [("now", {})])
+    ids = shown.encode_with_special_tokens(text)
+    assert ids[0] == len(tokens) - 1
+    assert shown.decode(ids) == text
+    assert "TOOL" not in tokenizer.decode(ids)
+    assert show_calls(dataclasses.replace(model, chat_template=STOCK["qwen3"])).tokenizer is (
+        tokenizer
+    )
+    matcher = Matcher(call_grammar(TOOLS, "required", MISTRAL), shown, [tokenizer.eos_id])
+    for id in ids:
+        assert matcher.allowed()[id // 32] >> (id % 32) & 1
+        matcher.accept(id)
+    assert matcher.allowed()[tokenizer.eos_id // 32] >> (tokenizer.eos_id % 32) & 1
 
 
 def test_ids_are_those_of_the_key():

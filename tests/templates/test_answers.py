@@ -511,6 +511,101 @@ def tokens_and_notes(tokenizer, template, messages, stop_ids=(2,), tools=None, *
     return [text.strip() for text in counted_texts(tokenizer, *actual)], dict(notes)
 
 
+THOUGHT = "<think>\nthe user says\n</think>\n\nhello"
+
+
+def asks_tool(content, **others):
+    """A question, a call of a tool, its result, and an answer."""
+    return [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": content, "tool_calls": [call("Rome", "abcdefghi")]},
+        {"role": "tool", "content": "22", "tool_call_id": "abcdefghi"},
+        {"role": "assistant", "content": "22", **others},
+    ]
+
+
+HERMES_CALL = (
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call><|im_end|>'
+)
+MISTRAL_CALL = (
+    '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome"}, "id": "abcdefghi"}]</s>'
+)
+WRITTEN = "answers behind '<think>\\n\\n</think>', which the template writes and is not learned"
+LOST = "answers of which the template leaves out or changes a part"
+
+
+@pytest.mark.parametrize(
+    ("name", "messages", "expected", "notes"),
+    [
+        ("qwen2_5", asks_tool(""), [HERMES_CALL, "22<|im_end|>"], []),
+        ("qwen2_5", conversation([("a", THOUGHT)]), [f"{THOUGHT}<|im_end|>"], []),
+        ("qwen3", conversation([("a", THOUGHT)]), [f"{THOUGHT}<|im_end|>"], []),
+        # Thoughts before the last question are left out, as in a chat.
+        (
+            "qwen3",
+            conversation([("a", THOUGHT.replace("says", "12")), ("b", THOUGHT)]),
+            ["hello<|im_end|>", f"{THOUGHT}<|im_end|>"],
+            [LOST],
+        ),
+        (
+            "qwen3",
+            says({"role": "assistant", "content": "hello", "reasoning_content": "the user says"}),
+            [f"{THOUGHT}<|im_end|>"],
+            [],
+        ),
+        # The template writes empty thoughts where there are none: they are in the prompt if it is
+        # asked not to think, and are not learned.
+        (
+            "qwen3",
+            conversation([("a", "hello")]),
+            ["hello<|im_end|>"],
+            [WRITTEN],
+        ),
+        (
+            "qwen3",
+            asks_tool("<think>\n12\n</think>\n\n", reasoning_content="345"),
+            [
+                f"<think>\n12\n</think>\n\n{HERMES_CALL}",
+                "<think>\n345\n</think>\n\n22<|im_end|>",
+            ],
+            [],
+        ),
+        ("mistral_nemo", asks_tool(""), [MISTRAL_CALL, "22</s>"], []),
+        ("mistral_nemo", conversation(PLAIN), [f"{answer}</s>" for _, answer in PLAIN], []),
+        ("smollm3", conversation([("a", THOUGHT)]), [f"{THOUGHT}<|im_end|>"], []),
+        (
+            "smollm3",
+            conversation(PLAIN, "the system /no_think"),
+            [f"{answer}<|im_end|>" for _, answer in PLAIN],
+            [],
+        ),
+        (
+            "smollm3",
+            says({"role": "assistant", "content": "hello", "reasoning_content": "the user says"}),
+            ["hello<|im_end|>"],
+            [LOST],
+        ),
+    ],
+)
+def test_thoughts_and_calls_of_the_families(tokenizers, name, messages, expected, notes):
+    """An answer's thoughts count where the template writes them; ids are those of transformers."""
+    tokenizer, peer = tokenizers["llama2" if name == "mistral_nemo" else "smollm2"]
+    tools = TOOLS if any("tool_calls" in message for message in messages) else None
+    texts, actual_notes = tokens_and_notes(
+        tokenizer,
+        STOCK[name],
+        messages,
+        end_of_turn_ids(tokenizer, [tokenizer.eos_id]),
+        tools,
+    )
+    assert texts == [text.strip() for text in expected]
+    assert [*actual_notes] == notes
+    ids, _ = jllama_tokens(tokenizer, STOCK[name], messages, tools)
+    assert ids == peer.apply_chat_template(
+        messages, tools, chat_template=STOCK[name], return_dict=False
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "messages", "tools", "message"),
     [

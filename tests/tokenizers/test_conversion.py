@@ -236,16 +236,17 @@ def test_a_tokenizer_bin_that_lies(tmp_path):
 
 def test_the_way_to_split_text_matters():
     """Each known one gives other ids than the others: none is taken for another."""
-    text = "it's 12345 and 3.14\n\n  x"
+    text = "it's 12345 and 3.14\n\n  x zyx"
     actual = set()
     for pre in PRE_TOKENIZERS:
         tokens, merges = byte_level_bpe(CORPUS, 400, "gpt-2")
+        tokens = [*tokens, "\u0120zyx"]  # which no merges lead to
         vocabulary = Vocabulary(
             tokens, [TokenType.NORMAL] * len(tokens), 0, 0, False, merges=merges, pre=pre
         )
         tokenizer = HuggingFaceTokenizer.from_vocabulary(vocabulary)
         actual.add(tuple(tokenizer.encode(text)))
-        assert to_gguf(tokenizer, 400)["tokenizer.ggml.pre"] == pre
+        assert to_gguf(tokenizer, 401)["tokenizer.ggml.pre"] == pre
     assert len(actual) == len(PRE_TOKENIZERS)
     digits = tokenizers.Tokenizer.from_str(
         as_huggingface(MADE["smollm"]).content.decode()
@@ -353,7 +354,7 @@ def test_ranks_that_are_none(tmp_path, change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokenizer.ggml.pre": "qwen2"}, "'qwen2'"),
+        ({"tokenizer.ggml.pre": "chatglm-bpe"}, "'chatglm-bpe'"),
         ({"tokenizer.ggml.model": "bert"}, "'bert'"),
         ({"tokenizer.ggml.model": 3}, "a wrong type of tokenizer.ggml.model"),
         ({"tokenizer.ggml.tokens": None}, "no tokenizer.ggml.tokens"),
@@ -385,9 +386,9 @@ def test_gguf_refuses_what_it_has_no_name_for():
     whole["pre_tokenizer"]["pretokenizers"][0]["individual_digits"] = False
     with pytest.raises(JllamaError, match="no name for how this tokenizer splits text"):
         to_gguf(HuggingFaceTokenizer(json.dumps(whole), 1, 2), 410)
-    model = json.loads(as_huggingface(MADE["tiktoken"]).content)["model"] | {"ignore_merges": False}
+    model = json.loads(as_huggingface(MADE["smollm"]).content)["model"] | {"ignore_merges": True}
     with pytest.raises(JllamaError, match="ignore_merges"):
-        to_gguf(huggingface(MADE["tiktoken"], model=model), 700)
+        to_gguf(huggingface(MADE["smollm"], model=model), 410)
     whole = json.loads(as_huggingface(MADE["smollm"]).content) | {"normalizer": {"type": "NFC"}}
     with pytest.raises(JllamaError, match="NFC"):
         to_gguf(HuggingFaceTokenizer(json.dumps(whole), 1, 2), 410)
