@@ -301,6 +301,10 @@ class LlamaConfig:
             kinds.append(LayerKind(rope, self.sliding_window if has_window else None))
         return kinds
 
+    def num_visible(self, length: int) -> int:
+        """Return how many keys the last of ``length`` tokens sees, in all layers together."""
+        return sum(min(kind.window or length, length) for kind in self.layer_kinds)
+
     @property
     def extensions(self) -> list[str]:
         """The names of the fields that have another value than in a Llama."""

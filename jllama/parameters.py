@@ -388,8 +388,7 @@ def training_flops_per_token(
         seq_len: tokens of a sequence.
         trained: the fraction of each parameter that is trained, by path; None: all.
     """
-    num_keys = sum(min(kind.window or seq_len, seq_len) for kind in config.layer_kinds)
-    flops = 12.0 * config.num_heads * config.head_dim * num_keys
+    flops = 12.0 * config.num_heads * config.head_dim * config.num_visible(seq_len)
     for path, row in parameter_table(config).items():
         is_used = config.tie_embeddings or path != "embed"
         if row.role == "matrix" and is_used:

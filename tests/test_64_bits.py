@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import SMALL, decode_params, params, weights
+from models import FAMILIES, SMALL, decode_params, params, weights
 
 from jllama import oracle
 from jllama.generation.engine import Engine
@@ -21,18 +21,19 @@ CONFIG = dataclasses.replace(SMALL, rope_scaling=Llama3Scaling(8.0, original_max
 TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 12))
 
 
+@pytest.mark.parametrize("config", [CONFIG, FAMILIES["all at once"]], ids=["llama", "all options"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_forward_and_cache_equal_the_oracle(dtype):
-    expected = oracle.forward(weights(CONFIG), TOKENS, CONFIG)
+def test_forward_and_cache_equal_the_oracle(dtype, config):
+    expected = oracle.forward(weights(config), TOKENS, config)
     with jax.enable_x64(True):
-        logits = LanguageModel(CONFIG, params(CONFIG, dtype))(TOKENS)
+        logits = LanguageModel(config, params(config, dtype))(TOKENS)
         assert logits.dtype == dtype
         assert relative_error(logits, expected) < (
             1e-5 if dtype == "float32" else 1e-6
         )  # RoPE's tables are float32
 
-        llama = build_model(CONFIG, decode_params(CONFIG, dtype))
-        cache, parts = KVCache.zeros(CONFIG, 2, 16, jnp.dtype(dtype)), []
+        llama = build_model(config, decode_params(config, dtype))
+        cache, parts = KVCache.zeros(config, 2, 16, jnp.dtype(dtype)), []
         for first, counts in ((0, jnp.array([8, 8])), (8, jnp.array([4, 4], jnp.int32))):
             hidden, cache = llama.decode(
                 TOKENS[:, first : first + counts[0]], cache, counts, cache_is_empty=first == 0

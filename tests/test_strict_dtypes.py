@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import SMALL, decode_params, params
+from models import FAMILIES, SMALL, decode_params, params
 
 from jllama.evaluation.scoring import token_log_probs
 from jllama.generation.engine import Engine
@@ -20,6 +20,9 @@ from jllama.language_model import LanguageModel
 from jllama.model import KVCache, build_model
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, SMALL.vocab_size, (2, 8), np.int32))
+MODELS = pytest.mark.parametrize(
+    "config", [SMALL, FAMILIES["all at once"]], ids=["llama", "all options"]
+)
 EVERYTHING = SamplingParams(
     0.7,
     5,
@@ -39,29 +42,31 @@ def strict():
         yield
 
 
+@MODELS
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_forward_pass_and_the_gradients_of_the_loss(dtype):
+def test_a_forward_pass_and_the_gradients_of_the_loss(dtype, config):
     def loss(weights):
-        llama = build_model(SMALL, weights)
+        llama = build_model(config, weights)
         total, count = llama.loss(llama.hidden(TOKENS), TOKENS, TOKENS >= 0, 1e-4)
         return total / count
 
-    gradients = jax.eval_shape(jax.grad(loss), params(SMALL, dtype))
+    gradients = jax.eval_shape(jax.grad(loss), params(config, dtype))
     assert {leaf.dtype.name for leaf in jax.tree.leaves(gradients)} == {dtype}
 
 
+@MODELS
 @pytest.mark.parametrize("cache_is_empty", [False, True])
 @pytest.mark.parametrize("quantize", [None, "int8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_forward_pass_with_a_cache(dtype, quantize, cache_is_empty):
+def test_a_forward_pass_with_a_cache(dtype, quantize, cache_is_empty, config):
     def forward(weights):
-        llama, cache = build_model(SMALL, weights), KVCache.zeros(SMALL, 2, 16, jnp.dtype(dtype))
+        llama, cache = build_model(config, weights), KVCache.zeros(config, 2, 16, jnp.dtype(dtype))
         hidden, cache = llama.decode(
             TOKENS, cache, jnp.array([8, 8], jnp.int32), cache_is_empty=cache_is_empty
         )
         return llama.logits(hidden), cache.keys[0]
 
-    logits, keys = jax.eval_shape(forward, decode_params(SMALL, dtype, quantize))
+    logits, keys = jax.eval_shape(forward, decode_params(config, dtype, quantize))
     assert (logits.dtype, keys.dtype) == (jnp.float32, dtype)
 
 

@@ -294,8 +294,8 @@ def generation_facts(model: jllama.LanguageModel, options: BenchOptions, device:
 def bytes_per_step(model: jllama.LanguageModel, batch: int, context: int) -> int:
     """Return the bytes that a decoding step must read.
 
-    These are every weight once, and the keys and values of ``context`` tokens a row. An embedding
-    that is not also the head is left out: only ``batch`` rows of it are read.
+    These are every weight once, and the keys and values that the last of ``context`` tokens of a
+    row sees. An embedding that is not also the head is left out: ``batch`` rows of it are read.
     """
     import jax
 
@@ -304,14 +304,14 @@ def bytes_per_step(model: jllama.LanguageModel, batch: int, context: int) -> int
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     if not config.tie_embeddings:
         weights -= sum(leaf.nbytes for leaf in jax.tree.leaves(params.weights["embed"]))
-    cached_values = 2 * config.num_layers * config.num_kv_heads * config.head_dim * context
+    cached_values = 2 * config.num_kv_heads * config.head_dim * config.num_visible(context)
     return weights + batch * cached_values * params.dtype.itemsize
 
 
 def transformers_loader(work: Work) -> Callable[[], TransformersModel]:
     """Return what loads the model of transformers."""
     import torch
-    from transformers import LlamaForCausalLM  # noqa: F401
+    from transformers import AutoModelForCausalLM  # noqa: F401
 
     torch.set_num_threads(work["threads"])
     return functools.partial(TransformersModel, work)
@@ -322,11 +322,11 @@ class TransformersModel:
 
     def __init__(self, work: Work) -> None:
         import torch
-        from transformers import LlamaForCausalLM
+        from transformers import AutoModelForCausalLM
 
         self.device = work["device"]
         dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
-        model: Any = LlamaForCausalLM.from_pretrained(**hf_files(work), dtype=dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(**hf_files(work), dtype=dtype)
         self.model = model.to(self.device).eval()
         self.vocab_size = model.config.vocab_size
         self.facts: Work = {}
@@ -513,12 +513,12 @@ class TransformersTrainer:
 
     def __init__(self, work: Work) -> None:
         import torch
-        from transformers import LlamaForCausalLM
+        from transformers import AutoModelForCausalLM
 
         torch.set_num_threads(work["threads"])
         self.device = work["device"]
         self.facts: Work = {}
-        model: Any = LlamaForCausalLM.from_pretrained(**hf_files(work), dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_pretrained(**hf_files(work), dtype=torch.float32)
         self.model = model.to(self.device).train()
         self.forward = torch.compile(model) if work["name"] == "torch-compile" else model
         settings = work["optimizer"]

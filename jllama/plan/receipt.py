@@ -402,8 +402,12 @@ def plan_decoding(
     lowered = compiled.lower(params, tokens, cache)
     flops = training_flops_per_token(config, length) / 3 * batch_size / len(devices)
     arguments_bytes = device_bytes((params, tokens, cache))
-    # Only a few rows of a separate embedding are read.
-    unread_bytes = 0 if config.tie_embeddings else device_bytes(params.weights["embed"])
+    # Keys outside of a window are not read, and only a few rows of a separate embedding.
+    cache_bytes = device_bytes(cache)
+    num_cached = config.num_layers * length
+    unread_bytes = cache_bytes - cache_bytes * config.num_visible(length) // num_cached
+    if not config.tie_embeddings:
+        unread_bytes += device_bytes(params.weights["embed"])
     known = {
         "parameters_bytes": device_bytes(params),
         "arguments_bytes": arguments_bytes,

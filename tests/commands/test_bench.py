@@ -2,6 +2,7 @@
 business.
 """
 
+import dataclasses
 import importlib.util
 import json
 import re
@@ -139,6 +140,9 @@ def test_what_work_needs(tied, contestant):
     keys_and_values = 3 * 50 * 2 * 2 * 2 * 8
     model = LanguageModel(config, params)
     assert contestant.bytes_per_step(model.for_decoding(), 3, 50) == 4 * (weights + keys_and_values)
+    window = dataclasses.replace(config, sliding_window=10, full_attention_layers=(1,))
+    windowed = LanguageModel(window, params).for_decoding()
+    assert contestant.bytes_per_step(windowed, 3, 50) == 4 * (weights + keys_and_values * 60 // 100)
     small = model.for_decoding("int8")
     assert contestant.bytes_per_step(small, 3, 50) < 2 * weights + 4 * keys_and_values
     options = bench.parse_options(["decode", "x", "--new_tokens", "11"])

@@ -4,21 +4,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
+from helpers_families import PROMPTS, answers, likeliest
 from models import FAMILIES, family_weights
 
-from jllama import oracle
 from jllama.decode_params import decode_layout
 from jllama.generation.engine import Engine
-from jllama.generation.requests import Answer, Request
-from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.language_model import LanguageModel
-
-GREEDY = SamplingParams(temperature=0.0)
-NEW = 110
-PROMPTS = [np.random.default_rng(0).integers(0, 96, length).tolist() for length in (200, 5, 30)]
-"""Several chunks and two blocks of the cache's keys, less than a chunk, and the same again."""
 
 
 @functools.cache
@@ -26,22 +18,6 @@ def model_of(name, quantize=None):
     config = FAMILIES[name]
     params = jax.tree.map(jnp.asarray, family_weights(name))
     return LanguageModel(config, decode_layout(params, config, quantize))
-
-
-def answers(engine, prompts):
-    """The answers to these prompts, all submitted at once."""
-    rows = [engine.submit(Request(Prompt(ids, GREEDY, NEW))) for ids in prompts]
-    events = {}
-    while engine.busy:
-        events.update((row, event) for row, event in engine.step() if isinstance(event, Answer))
-    return [events[row] for row in rows]
-
-
-def likeliest(name, prompt, ids):
-    """What the oracle finds likeliest after each token of the text but those of the prompt."""
-    tokens = np.array([[*prompt, *ids]])
-    logits = oracle.forward(family_weights(name), tokens, FAMILIES[name])[0]
-    return np.argmax(logits[len(prompt) - 1 : -1], axis=-1).tolist()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -60,8 +36,16 @@ def test_ragged_rows_have_the_oracles_tokens(name):
 
 @pytest.mark.parametrize("name", ["mistral", "all at once"])
 def test_drafts_change_no_token(name):
-    engine = Engine(model_of(name), 1, chunk_tokens=64, draft_len=3)
+    engine = Engine(model_of(name), 1, context=512, chunk_tokens=64, draft_len=3)
     prompt = PROMPTS[2] * 3
     (answer,) = answers(engine, [prompt])
     assert list(answer.completion.ids) == likeliest(name, prompt, answer.completion.ids)
     assert 0 < answer.completion.accepted < answer.completion.drafted
+
+
+def test_short_prompts_are_computed_together():
+    """As on accelerators, in one program without a cache."""
+    engine = Engine(model_of("all at once"), 2)
+    engine.together_tokens = 64
+    for prompt, row in zip(PROMPTS[1:], answers(engine, PROMPTS[1:]), strict=True):
+        assert row.completion.ids == likeliest("all at once", prompt, row.completion.ids)

@@ -154,3 +154,8 @@ def test_decoding_reads_every_block_of_the_cache():
     more = rows * (2048 - 512) * keys_and_values
     assert many.arguments_bytes - few.arguments_bytes == more
     assert many.traffic_bytes - few.traffic_bytes >= more
+    # With a window, only the keys in it need to be read.
+    windowed = dataclasses.replace(model, sliding_window=256)
+    windowed = receipt.plan_decoding(windowed, "cpu", MeshConfig(1), rows, 2048, None)
+    assert many.least_bytes - windowed.least_bytes == rows * (2048 - 256) * keys_and_values
+    assert many.traffic_bytes > windowed.traffic_bytes > windowed.least_bytes

@@ -100,7 +100,7 @@ def test_so_they_are_on_eight_devices():
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
-    assert len({row["mesh"] for row in report}) == 4
+    assert len({row["mesh"] for row in report}) == 5
     assert [
         row for row in report if not (row["errors"][0] < LOSS and row["errors"][1] < SLOPE)
     ] == []
