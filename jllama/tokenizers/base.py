@@ -181,14 +181,15 @@ class Tokenizer(ABC):
                 f"token {array[is_outside][0]} is outside the tokenizer's vocabulary of "
                 f"{self.vocab_size}: give the tokenizer the model was trained with"
             )
-        has_bytes = array[self._token_bytes[array] > 0]
+        has_bytes = self._token_bytes[array] > 0
+        visible = array[has_bytes]
         texts = []
         start = 0
-        for index, id in enumerate(has_bytes.tolist()):
+        for index, id in enumerate(visible.tolist()):
             if id in self.shown:
-                texts += [self._decode(has_bytes[start:index]), self.shown[id]]
+                texts += [self._decode(visible[start:index]), self.shown[id]]
                 start = index + 1
-        return "".join([*texts, self._decode(has_bytes[start:])])
+        return "".join([*texts, self._decode(visible[start:])])
 
     def showing(self, name: str) -> "Tokenizer":
         """Return a tokenizer whose texts show a special token, such as the mark of tool calls.

@@ -272,6 +272,8 @@ def shown(value: Any) -> str:
         return "absent"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, str | tuple):
+        return str(value)
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:,.0f}" if value >= 1 else f"{value:g}"
