@@ -193,7 +193,9 @@ def test_the_matrix_is_the_one_that_verify_prints():
         TEXTS["docs/verify.md"].partition(f"\n{name}: ")[2].partition("```")[0] for name in tables
     )
     assert re.findall(r"^(\w[\w. -]*?)  +\d", conformance, re.M) == list(VARIANTS)
-    assert re.findall(r"^(\w[\w. -]*?)  +\d", mutations, re.M) == list(VARIANTS)
+    # The table is as wide as a page, so it goes on below with further mistakes.
+    rows = re.findall(r"^(\w[\w. -]*?)  +[\d-]", mutations, re.M)
+    assert list(dict.fromkeys(rows)) == list(VARIANTS)
     assert [name in conformance.splitlines()[1] for name in FORMAT_WRITERS] == [True] * len(
         FORMAT_WRITERS
     )

@@ -265,7 +265,8 @@ def _cell(check: Check | None) -> Text:
     elif math.isnan(check.error):
         text = "failed"
     if check.group == "mutations":
-        text += f"\n{check.ratio:,.0f}x"
+        ratio = f"{check.ratio:,.0f}x" if check.ratio < 999_999.5 else ">999,999x"
+        text += f"\n{ratio}"
     return Text(text, style="green" if check.passed else "bold red")
 
 
