@@ -194,7 +194,11 @@ def attention_programs(platform):
     names = [name for name, row in ATTENTION.items() if row.platform == platform and row.backward]
     if not TOKAMAX and "tokamax" in names:
         names.remove("tokamax")
-    for name, head_dim, packed in itertools.product(names, (64, 128, 100), (False, True)):
+    cases = [
+        *itertools.product(names, (64, 128, 100), (False, True), (None,)),
+        *itertools.product(names, (64,), (False, True), (100,)),
+    ]
+    for name, head_dim, packed, window in cases:
         query, key, segments = (
             jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
             for shape, dtype in [
@@ -204,14 +208,18 @@ def attention_programs(platform):
             ]
         )
 
-        def loss(query, key, value, segments, name=name, packed=packed):
-            mask = Mask(query_segments=segments, key_segments=segments) if packed else Mask()
+        def mask_of(segments, packed=packed, window=window):
+            documents = segments if packed else None
+            return Mask(query_segments=documents, key_segments=documents, window=window)
+
+        def loss(query, key, value, segments, name=name, mask_of=mask_of):
+            mask = mask_of(segments)
             return jnp.sum(attention(query, key, value, mask, name).astype(jnp.float32) ** 2)
 
-        if not (packed and name == "cudnn"):
+        if not ATTENTION[name].refuses(query, key, mask_of(segments)):
             with jax.default_device(device):
                 program = jax.jit(jax.grad(loss, (0, 1, 2))).lower(query, key, key, segments)
-            result[f"{name} {head_dim} {packed}"] = program.compile().as_text()
+            result[f"{name} {head_dim} {packed} {window}"] = program.compile().as_text()
     return result
 
 
