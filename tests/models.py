@@ -151,7 +151,9 @@ def planted(mutation):
 
     def load(path, layout, rope_factor):
         model = registry.load(path, layout="training", rope_factor=rope_factor)
-        config, params = mutation.misread(model.config, model.params)
+        config, params = model.config, model.params
+        if mutation.applies(config):
+            config, params = mutation.misread(config, params)
         params = jax.tree.map(jnp.asarray, params)
         return LanguageModel(
             config, decode_layout(params, config) if layout == "decode" else params

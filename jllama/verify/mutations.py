@@ -189,6 +189,8 @@ def _no_norm(layer: Any, x: Array, name: str) -> Array:
 
 def _norm_of_each_head(layer: Any, x: Array, name: str) -> Array:
     """Normalize each head by itself, with its part of the scale for all heads."""
+    if layer.config.qk_norm != "whole":
+        return layer.normalize(x, name)
     ones = jnp.ones(x.shape[-1], x.dtype)
     return F.rms_norm(x, ones, layer.norm_eps) * getattr(layer, f"{name}_whole")[...]
 
