@@ -39,8 +39,10 @@ TOYS = {
     "llama2": lambda: train_sentencepiece(CORPUS, 340),
     "llama3": lambda: trained_llama3(CORPUS, 350),
     "smollm2": lambda: trained_smollm(CORPUS, 350),
+    "mistral": lambda: train_sentencepiece(CORPUS, 340),
 }
 REAL = {
+    "mistral": lambda: load_tokenizer(real_file("mistral_v3_tokenizer.model")),
     "llama2": lambda: load_tokenizer(real_file("mistral_tokenizer.model")),
     "llama3": lambda: load_tokenizer(real_file("llama3_tokenizer.model")),
     "smollm2": lambda: from_gguf(read_gguf_file(real_file(SMOLLM2))[0], "SmolLM2"),
@@ -589,7 +591,7 @@ LOST = "answers of which the template leaves out or changes a part"
 )
 def test_thoughts_and_calls_of_the_families(tokenizers, name, messages, expected, notes):
     """An answer's thoughts count where the template writes them; ids are those of transformers."""
-    tokenizer, peer = tokenizers["llama2" if name == "mistral_nemo" else "smollm2"]
+    tokenizer, peer = tokenizers["mistral" if name == "mistral_nemo" else "smollm2"]
     tools = TOOLS if any("tool_calls" in message for message in messages) else None
     texts, actual_notes = tokens_and_notes(
         tokenizer,
