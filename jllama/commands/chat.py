@@ -33,8 +33,8 @@ class ChatOptions(SamplingParams, ModelOptions):
     Args:
         system: the system prompt; if it is empty, the template decides.
         load: a file with a conversation to continue, as /save writes it.
-        template: a chat template in place of the checkpoint's own: llama2, llama3, chatml, or a
-            file with a Jinja template.
+        template: a chat template in place of the checkpoint's own: llama2, llama3, chatml,
+            mistral, phi4, granite, or a file with a Jinja template.
         max_new_tokens: the maximum number of tokens of an answer; 0 sets no limit but the model's
             context.
         seed: the seed of the first answer. Each later answer has the next one, so that the same

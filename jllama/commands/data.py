@@ -32,8 +32,8 @@ class DataOptions:
         path: a .jsonl or Parquet file, packed or not, or a folder or a glob of such files.
         model: the checkpoint to train, in any format. Its tokenizer and chat template are read,
             its weights are not.
-        chat_template: a chat template in place of the checkpoint's own: a file, or llama2, llama3
-            or chatml.
+        chat_template: a chat template in place of the checkpoint's own: a file, or llama2, llama3,
+            chatml, mistral, phi4 or granite.
         count: the number of conversations to show.
         seq_len: the tokens of a row, as training.seq_len, to count the conversations that are too
             long; 0 is the model's context.

@@ -33,8 +33,8 @@ class EvalOptions(ModelOptions):
         data: a text file, a .jsonl file of texts, each scored by itself, or a .jsonl file of
             chats, whose answers are scored.
         text_field: the field of a .jsonl file that holds the text.
-        chat_template: a chat template in place of the model's own: a file, or llama2, llama3 or
-            chatml.
+        chat_template: a chat template in place of the model's own: a file, or llama2, llama3,
+            chatml, mistral, phi4 or granite.
         window: the maximum number of tokens that the model sees at once; 0 is its context, with
             --data at most 2048.
         stride: the number of new tokens that each window scores; 0 is half a window.

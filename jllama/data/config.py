@@ -30,7 +30,8 @@ class DataConfig:
         too_long: a conversation of more than ``training.seq_len`` + 1 tokens loses its end
             (``cut``) or is left out (``drop``).
         chat_template: the template that turns chats into text, in place of the checkpoint's own: a
-            file, or ``llama2``, ``llama3`` or ``chatml``. The run's folder stores it as its own.
+            file, or ``llama2``, ``llama3``, ``chatml``, ``mistral``, ``phi4`` or ``granite``. The
+            run's folder stores it as its own.
         packing: conversations share rows, each attending only to itself; if false, and for pairs,
             each has its own row.
         cache_dir: the folder for downloads, tokenizers and tokens; empty means ``$JLLAMA_CACHE``

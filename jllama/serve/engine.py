@@ -30,7 +30,6 @@ from jllama.language_model import LanguageModel, weights_fingerprint
 from jllama.serve import metrics
 from jllama.serve.config import EngineConfig
 from jllama.serve.requests import Busy, Deliver, Event, Failure
-from jllama.serve.tools import show_calls
 
 CLIENTS = 4
 """The whole queue is this many times ``EngineConfig.queue``, so that no client can fill it."""
@@ -63,7 +62,7 @@ class EngineThread:
 
     def __init__(self, models: Mapping[str, LanguageModel], config: EngineConfig) -> None:
         self.config = config
-        self.models = {name: show_calls(model.for_decoding()) for name, model in models.items()}
+        self.models = {name: model.for_decoding() for name, model in models.items()}
         base = next(iter(self.models.values()))
         # One row for each slot, and one that prompts are computed in if there are several.
         num_rows = config.slots + 1 if config.slots > 1 else 1

@@ -78,7 +78,7 @@ _MINUS_ONE = {"seed": "between 0 and 2**32 - 1: leave it out to have one drawn"}
 _MINUS_ONE |= dict.fromkeys(
     ["max_tokens", "max_completion_tokens", "max_output_tokens"], _TO_THE_END
 )
-_MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id"}
+_MESSAGE_FIELDS = {"role", "content", "reasoning_content", "name", "tool_calls", "tool_call_id"}
 # Behind a message to continue; the last character shows whether a template trims messages.
 _MARK = "\ufffc the message goes on here "
 # JSON has neither tuples nor keys that are numbers.

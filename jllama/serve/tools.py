@@ -1,7 +1,5 @@
 """Tool calls: how the models of a chat template write them, a grammar for them, and a parser."""
 
-import contextlib
-import dataclasses
 import enum
 import hashlib
 import json
@@ -10,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jllama.config import Grammar
-from jllama.errors import JllamaError, UsageError
+from jllama.errors import UsageError
 from jllama.files import Json
-from jllama.language_model import LanguageModel
-from jllama.templates.messages import SMOLLM2_TOOLS, find_template, with_tools
+from jllama.templates.messages import with_tools
 
 # The fields of a function.
 _FIELDS = {
@@ -35,11 +32,25 @@ class Dialect(NamedTuple):
     after: str
     between: str = ""  # between two calls; empty if the template takes only one
     arguments: str = "arguments"  # the key of the arguments
-    mark: str = (
-        "<tool_call>"  # before calls, at the beginning of ``before``; empty if there is none
-    )
-    end: str = "</tool_call>"  # behind calls; empty if there is none
-    call_id: str = "call_{:.24}"  # makes the id of a call from hexadecimal digits
+
+    @property
+    def mark(self) -> str:
+        """The text that only calls begin with; empty if they are the whole answer."""
+        return self.before.rstrip("[ \n")
+
+    @property
+    def end(self) -> str:
+        """The text that ends calls; empty if their JSON ends them."""
+        return self.after.lstrip("] \n")
+
+
+_LISTS = {
+    "<tool_call>[": "]</tool_call>",
+    "<|tool_call|>[": "]",
+    "[TOOL_CALLS] [": "]",
+    "[TOOL_CALLS][": "]",
+}
+"""Lists of calls: the text before one, as templates spell it, and the text behind."""
 
 
 def find_dialect(template: str) -> Dialect | None:
@@ -47,36 +58,23 @@ def find_dialect(template: str) -> Dialect | None:
 
     Return None if they write none, or in another way.
 
-    Llama 3.1 and 3.2 write a call as the whole answer. Hermes, Qwen and others put each call in
-    ``<tool_call>`` tags. SmolLM2 puts a list of calls there; its own template takes no tools, and
-    ``with_tools`` replaces it. Mistral puts a list behind the special token ``[TOOL_CALLS]``, and
-    takes ids of nine characters.
+    Llama 3.1 and 3.2 write a call as the whole answer. Hermes, Qwen, SmolLM3 and others put each
+    call in ``<tool_call>`` tags. SmolLM2 puts a list of calls there; Mistral, Granite 3 and
+    Phi-4-mini write a list behind a token. ``with_tools`` adds what a template lacks.
     """
     template = with_tools(template)
-    if template == SMOLLM2_TOOLS:
-        return Dialect(template, "<tool_call>[", "]</tool_call>", ", ")
     if "tools" not in template:
         return None
-    if "[TOOL_CALLS]" in template:
-        before = "[TOOL_CALLS] [" if "[TOOL_CALLS] [" in template else "[TOOL_CALLS]["
-        return Dialect(template, before, "]", ", ", mark="[TOOL_CALLS]", end="", call_id="{:.9}")
+    for before, after in _LISTS.items():
+        if before in template:
+            closing = "<|/tool_call|>"
+            after += closing if closing in template else ""
+            return Dialect(template, before, after, ", ")
     if "<tool_call>" in template and re.search(r'"arguments\\?": ', template):
         return Dialect(template, "<tool_call>\n", "\n</tool_call>", "\n</tool_call>\n<tool_call>\n")
     if '"parameters": ' in template:
-        return Dialect(template, "", "", "", "parameters", mark="", end="")
+        return Dialect(template, "", "", "", "parameters")
     return None
-
-
-def show_calls(model: LanguageModel) -> LanguageModel:
-    """Return a model whose texts show the mark of its calls, if that is a special token."""
-    if model.tokenizer is None:
-        return model
-    dialect = None
-    with contextlib.suppress(JllamaError):  # the model has no chat template
-        dialect = find_dialect(find_template(model.tokenizer, model.chat_template))
-    if dialect is None or dialect.mark not in model.tokenizer.special_tokens:
-        return model
-    return dataclasses.replace(model, tokenizer=model.tokenizer.showing(dialect.mark))
 
 
 def _function(tool: Any) -> Mapping[str, Any]:
@@ -204,9 +202,8 @@ class ToolParser:
         self._arguments = dialect.arguments
         self._mark = dialect.mark
         self._end = dialect.end
-        self._call_id = dialect.call_id
         self._max_calls = _MAX_CALLS if parallel and dialect.between else 1
-        self._state = _State.TEXT if dialect.mark else _State.CALL
+        self._state = _State.TEXT if self._mark else _State.CALL
         self._before = ""  # text before the mark
         self._pending = ""  # behind that, what is not decided yet
 
@@ -278,7 +275,9 @@ class ToolParser:
             return None if is_cut and not is_end else no_call
         except (LookupError, TypeError, ValueError, RecursionError):
             return no_call  # JSON, but no call of these tools
-        rest = body[size:].lstrip()
+        rest = body[size:]
+        if self._end:
+            rest = rest.lstrip()
         if rest.startswith(self._end) or (is_end and self._end.startswith(rest)):
             return calls[: self._max_calls - len(self.calls)], rest[len(self._end) :]
         return None if self._end.startswith(rest) else no_call
@@ -291,7 +290,7 @@ class ToolParser:
         function = {"name": name, "arguments": arguments}
         return {
             "index": index,
-            "id": self._call_id.format(digest),
+            "id": f"call_{digest[:24]}",
             "type": "function",
             "function": function,
         }

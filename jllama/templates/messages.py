@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -16,27 +17,45 @@ from jllama.tokenizers import Tokenizer
 
 Message = Mapping[str, Any]
 """``{"role": "system", "user", "assistant" or "tool", "content": text}``, as in transformers. An
-assistant's may have ``tool_calls``, a list of objects, and then no content, and thoughts as
-``reasoning_content``. A tool's may have a ``name`` and a ``tool_call_id``."""
+assistant's may have ``reasoning_content``, its thoughts as text, and ``tool_calls``, a list of
+objects, and then no content. A tool's may have a ``name`` and a ``tool_call_id``."""
 
 ROLES = ("system", "user", "assistant", "tool")
 TEXTS = ("text", "input_text", "output_text")
 """The types of a text part of a message in OpenAI's APIs."""
-END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>")
+END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>")
 """Special tokens with which templates end an answer, even if the checkpoint does not list them as
 stop ids."""
 
-SMOLLM2_TOOLS = (
-    Path(__file__).with_name("tools").joinpath("smollm2.jinja").read_text(encoding="utf-8")
-)
+_TOOLS = {
+    path.stem: path.read_text(encoding="utf-8")
+    for path in Path(__file__).with_name("tools").glob("*.jinja")
+}
+SMOLLM2_TOOLS = _TOOLS["smollm2"]
 """SmolLM2's own template, which takes no tools, with the tool prompt of its training around it."""
+_BEGINNINGS = {
+    "smollm3": ("xml_tools", "tool_calls"),
+    "granite": ("<|tool_call|>", "tool_calls"),
+    "phi4_mini": ("<|/tool|>", "tool_calls"),
+    "mistral": ("length != 9", "short_id"),
+}
+"""Beginnings for templates that take no calls, or only calls with ids of nine characters: a text
+that such a template has, and one that it lacks."""
 
 TEMPLATES = {
     path.stem: path.read_text(encoding="utf-8")
     for path in sorted(Path(__file__).parent.glob("*.jinja"))
 }
 """Templates for checkpoints without one: what Meta's reference code does for Llama 2 and Llama 3,
-and ChatML."""
+ChatML, and those of Mistral's third tokenizer, of Phi-4 and of Granite 3 without tools."""
+_TEMPLATE_OF = {
+    "<|start_header_id|>": "llama3",
+    "<|im_sep|>": "phi4",
+    "<|im_start|>": "chatml",
+    "<|start_of_role|>": "granite",
+    "[INST]": "mistral",
+}
+"""The template of a tokenizer by a special token, the first that it has."""
 
 
 def find_template(tokenizer: Tokenizer, own: str | None, choice: str | None = None) -> str:
@@ -57,7 +76,7 @@ def find_template(tokenizer: Tokenizer, own: str | None, choice: str | None = No
             return with_tools(TEMPLATES.get(choice) or Path(choice).read_text(encoding="utf-8"))
     if own:
         return with_tools(own)
-    for token, name in {"<|start_header_id|>": "llama3", "<|im_start|>": "chatml"}.items():
+    for token, name in _TEMPLATE_OF.items():
         if token in tokenizer.special_tokens:
             return TEMPLATES[name]
     if not tokenizer.is_byte_level:
@@ -69,13 +88,16 @@ def find_template(tokenizer: Tokenizer, own: str | None, choice: str | None = No
 
 
 def with_tools(template: str) -> str:
-    """Return a template that takes tools, for one that does not; by default the same.
+    """Return a template that takes tools and their calls, for one that does not.
 
-    Only SmolLM2's own is replaced. Both write the same if there are no tools and no calls.
+    SmolLM2's own is replaced, others get a beginning. All write the same if there are no tools and
+    no calls.
     """
-    is_smollm2 = "assistant named SmolLM" in template and "/think" not in template
-    if is_smollm2 and "tools" not in template:
+    if "assistant named SmolLM" in template and not re.search("tools|Reasoning", template):
         return SMOLLM2_TOOLS
+    for name, (part, missing) in _BEGINNINGS.items():
+        if part in template and missing not in template:
+            return _TOOLS[name] + template
     return template
 
 
@@ -176,12 +198,12 @@ def _message_problem(message: Any, with_names: bool) -> str:
     content = message.get("content")
     is_call = role == "assistant" and "tool_calls" in message
     optional = set[str]()
-    if role == "assistant" and isinstance(message.get("reasoning_content"), str):
-        optional.add("reasoning_content")
     if is_call:
-        optional |= {"tool_calls", "content"}
+        optional = {"tool_calls", "content"}
     elif role == "tool":
         optional = {"name", "tool_call_id"}
+    if role == "assistant" and isinstance(message.get("reasoning_content"), str):
+        optional.add("reasoning_content")
     if with_names and isinstance(message.get("name"), str):
         optional.add("name")
     if message and role not in ROLES:
@@ -385,6 +407,9 @@ def conversation_tokens(
             notes[f"answers behind {written!r}, which the template writes and is not learned"] += 1
 
     # 4. Refuse or note what may be a mistake.
+    for part in [part for part in left_out if part.startswith("the thoughts")]:
+        left_out.remove(part)
+        notes["answers whose thoughts the template leaves out"] += 1
     if left_out:
         raise JllamaError(
             f"the chat template leaves out {' and '.join(left_out)}, which would be lost: leave "
@@ -394,8 +419,7 @@ def conversation_tokens(
         content = (messages[index].get("content") or "").strip()
         if not content and not messages[index].get("tool_calls"):
             notes["answers that are empty"] += 1
-        thoughts = (messages[index].get("reasoning_content") or "").strip()
-        if content not in text or thoughts not in text:
+        if content not in text:
             notes["answers of which the template leaves out or changes a part"] += 1
     if messages[-1]["role"] != "assistant":
         notes["conversations that end without an answer"] += 1

@@ -102,7 +102,7 @@ def _answer_spans(
     """Yield the span of each of the messages ``answers`` in the text, see ``Rendered.spans``.
 
     A span is what changes when the answer is replaced by ``mark``, a character that is not in the
-    text, and white space before that. If more changes, it is what follows the prompt for it. It is
+    text, and white space before that. Thoughts that the template writes are a part of it. It is
     empty if the answer is no part of its own.
     """
     for index in answers:
@@ -110,6 +110,12 @@ def _answer_spans(
         answer, *later = messages[index:]
         other = {"role": answer["role"], "content": mark}
         before, match, after = attempt(messages=[*earlier, other, *later]).partition(mark)
+        prompt = attempt(messages=earlier, add_generation_prompt=True)
+        if not text.startswith(before):
+            # The answer's thoughts stand where the template writes empty ones, or none.
+            before = _common_start(before, text)
+            if prompt and before.startswith(prompt):
+                before = prompt
         is_apart = match and text.startswith(before) and text[len(before) :].endswith(after)
         is_open = not is_apart and "tool_calls" in answer
         if is_open:
@@ -128,14 +134,7 @@ def _answer_spans(
             is_apart = match and mark in changed and text.startswith(before)
         start = before
         written = ""
-        prompt = attempt(messages=earlier, add_generation_prompt=True)
-        follows_prompt = prompt and text.startswith(prompt) and text.endswith(after)
-        if match and not is_apart and follows_prompt:
-            # The template splits the answer, in thoughts and the rest: all of it follows the
-            # prompt.
-            start = prompt
-            is_apart = True
-        elif before.startswith(prompt):
+        if before.startswith(prompt):
             written = before[len(prompt) :].strip()
             if not written:
                 start = prompt
@@ -160,15 +159,17 @@ def _left_out(
     if variables["tools"] and attempt(tools=None) == text:
         yield "the tools"
     for number, message in enumerate(messages):
-        part = f"message {number}"
-        other = message | {"content": mark}
+        others = {}
+        if message.get("reasoning_content"):
+            others["the thoughts of "] = message | {"reasoning_content": mark}
         if message.get("tool_calls"):
-            part = f"the tool_calls of message {number}"
-            other = {name: value for name, value in message.items() if name != "tool_calls"}
-        elif number in answers:
-            continue
-        if attempt(messages=[*messages[:number], other, *messages[number + 1 :]]) == text:
-            yield part
+            fields = {name: value for name, value in message.items() if name != "tool_calls"}
+            others["the tool_calls of "] = fields
+        elif number not in answers:
+            others[""] = message | {"content": mark}
+        for part, other in others.items():
+            if attempt(messages=[*messages[:number], other, *messages[number + 1 :]]) == text:
+                yield f"{part}message {number}"
 
 
 def _answer(template: str, variables: dict[str, Any], answers: list[int]) -> dict[str, Any]:

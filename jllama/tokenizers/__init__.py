@@ -30,7 +30,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """Read a tokenizer of any kind.
 
     If a folder holds a ``tokenizer.json`` and a SentencePiece model with exactly the same tokens,
-    BOS and EOS, the model is read, because the json was made from it.
+    BOS and EOS, the model is read, because the json was made from it. The json is read if it puts
+    no space behind special tokens, as Mistral's does, because the model cannot say so.
 
     Args:
         path: a ``tokenizer.json`` (Hugging Face), a ``.model`` (SentencePiece, or Llama 3's
@@ -52,7 +53,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             f"there is no tokenizer at {path}: give its file or the folder that holds it"
         )
     tokenizer = _read(files[0])
-    if path / "tokenizer.model" in files[1:]:  # then the first one is a tokenizer.json
+    is_json = isinstance(tokenizer, HuggingFaceTokenizer)
+    if is_json and path / "tokenizer.model" in files[1:]:
+        split = tokenizer.json["pre_tokenizer"] or {}
+        if split.get("prepend_scheme") == "first":
+            return tokenizer
         model = _read(path / "tokenizer.model")
         is_its_source = isinstance(model, SentencePieceTokenizer)
         if is_its_source and _tokens_of(model) == _tokens_of(tokenizer):

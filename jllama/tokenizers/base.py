@@ -8,7 +8,6 @@ Sources: Kudo and Richardson 2018 (arXiv:1808.06226); Radford et al. 2019 (GPT-2
 GGUF specification (ggml, ``docs/gguf.md``).
 """
 
-import copy
 import enum
 import functools
 import hashlib
@@ -36,6 +35,8 @@ _BYTE_OF_CHAR = dict.fromkeys(range(256), SPACE) | {
 }
 """The inverse, for ``str.translate``. Other Latin-1 characters become one that Latin-1 lacks."""
 
+SHOWN = ("[TOOL_CALLS]", "<|tool_call|>", "<|/tool_call|>", "<tool_call>", "</tool_call>")
+"""Special tokens that are text of an answer nevertheless: they mark calls of tools."""
 
 Ids = Int[np.ndarray, "tokens"]
 
@@ -64,6 +65,8 @@ class Vocabulary(NamedTuple):
     # Byte-level BPE
     merges: list[tuple[str, str]] | None = None  # pairs of tokens, in the order of merging
     pre: str = "default"  # the name of the way that its text is split
+
+    strips_spaces: bool = False  # white space behind special tokens is dropped, as in Phi-3
 
     def check_pieces(self, source: str) -> None:
         """Raise ``JllamaError`` unless a SentencePiece model has the special pieces of Llama's."""
@@ -116,12 +119,17 @@ def piece_bytes(piece: str, is_byte_level: bool = False) -> bytes:
     return piece.replace(SPACE, " ").encode()
 
 
+def special_bytes(text: str) -> bytes:
+    """Return the bytes that a special token stands for: none, except for those in ``SHOWN``."""
+    return text.encode() if text in SHOWN else b""
+
+
 class Tokenizer(ABC):
     """Text to token ids and back.
 
     ``decode(encode(text)) == text`` for every text whose bytes the vocabulary has. Llama's have
     every byte. SmolLM2's lacks bytes of six control characters and of U+40000 to U+BFFFF, and drops
-    these characters.
+    these characters. Qwen's gives text in Unicode's form NFC.
 
     Examples:
         >>> tokenizer = BytesTokenizer()
@@ -139,8 +147,7 @@ class Tokenizer(ABC):
     special_tokens: dict[str, int]  # the ids of special tokens by their texts, BOS and EOS too
     file_name: str  # the name of its file, which holds ``content``
     content: bytes
-    pieces: list[bytes]  # the bytes that each token stands for; none for special tokens
-    shown: Mapping[int, str] = {}
+    pieces: list[bytes]  # the bytes that each token stands for, by ``special_bytes`` if special
 
     @functools.cached_property
     def _token_bytes(self) -> Int32[np.ndarray, "vocab"]:
@@ -171,6 +178,8 @@ class Tokenizer(ABC):
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``. Special tokens are left out, invalid UTF-8 becomes U+FFFD.
 
+        Special tokens in ``SHOWN`` are not left out.
+
         Raises:
             JllamaError: an id is outside the vocabulary.
         """
@@ -182,31 +191,7 @@ class Tokenizer(ABC):
                 f"{self.vocab_size}: give the tokenizer the model was trained with"
             )
         has_bytes = self._token_bytes[array] > 0
-        visible = array[has_bytes]
-        texts = []
-        start = 0
-        for index, id in enumerate(visible.tolist()):
-            if id in self.shown:
-                texts += [self._decode(visible[start:index]), self.shown[id]]
-                start = index + 1
-        return "".join([*texts, self._decode(visible[start:])])
-
-    def showing(self, name: str) -> "Tokenizer":
-        """Return a tokenizer whose texts show a special token, such as the mark of tool calls.
-
-        Examples:
-            >>> tokenizer = BytesTokenizer()
-            >>> ids = [75, tokenizer.special_tokens["</s>"]]
-            >>> tokenizer.decode(ids), tokenizer.showing("</s>").decode(ids)
-            ('H', 'H</s>')
-        """
-        id = self.special_tokens[name]
-        copied = copy.copy(self)
-        copied.pieces = [*self.pieces]
-        copied.pieces[id] = name.encode()
-        copied.shown = {**self.shown, id: name}
-        vars(copied).pop("_token_bytes", None)
-        return copied
+        return self._decode(array[has_bytes])
 
     def token_bytes(self) -> Int32[np.ndarray, "vocab"]:
         """Return the number of UTF-8 bytes of each token, to turn a loss into bits per byte.

@@ -20,16 +20,14 @@ _PREFIX = "tokenizer.ggml."
 _PRE = {name: name for name in PRE_TOKENIZERS} | {
     "llama3": "llama-bpe",
     "llama-v3": "llama-bpe",
-    "default": "gpt-2",
-    "olmo": "gpt-2",
-    "smaug-bpe": "dbrx",
-    "deepseek-r1-qwen": "qwen2",
-    "refact": "smollm",  # of Granite
+    "smaug-bpe": "llama-bpe",
+    "refact": "smollm",
     "starcoder": "smollm",
+    "default": "gpt-2",
 }
-"""The pre-tokenizer of each name in files."""
-_WITH_BOS = ("llama-bpe", "tekken")
-"""The pre-tokenizers of models whose prompts begin with BOS if the file does not say."""
+"""The pre-tokenizer of each name in files; SmolLM3's is ``smaug-bpe``, Granite's ``refact``."""
+_WITH_BOS = ("llama3", "llama-v3", "llama-bpe", "tekken")
+"""The names whose prompts begin with BOS if ``add_bos_token`` is missing."""
 
 
 def from_gguf(
@@ -47,14 +45,19 @@ def from_gguf(
     tokens = value("tokens", list)
     pre = value("pre", str, "default")
     kinds = value("token_type", list, [TokenType.NORMAL] * len(tokens))
-    bos_id = value("bos_token_id", int, 1)
     eos_id = value("eos_token_id", int, 2)
+    bos_id = value("bos_token_id", int, 1 if model == "llama" else eos_id)
     check(len(kinds) == len(tokens), f"{len(tokens)} tokens but {len(kinds)} types of tokens")
     check(set(kinds) <= set(TokenType), "types of tokens other than 1 to 6")
     with errors_as(
         f"{source} has tokens that are not text in UTF-8", TypeError, UnicodeEncodeError
     ):
         "".join(tokens).encode()
+    unknown_id = value("unknown_token_id", int, 0)
+    if model == "llama" and kinds[unknown_id : unknown_id + 1] == [TokenType.CONTROL]:
+        # In Phi-3's files the padding has the type of the unknown token.
+        kinds = [TokenType.UNUSED if kind == TokenType.UNKNOWN else kind for kind in kinds]
+        kinds[unknown_id] = TokenType.UNKNOWN
     # 2. Leave out the unused tokens at the end, which are padding.
     used = [id for id, kind in enumerate(kinds) if kind != TokenType.UNUSED]
     count = max(used, default=-1) + 1
@@ -66,7 +69,7 @@ def from_gguf(
     check(times == 1, f"the token {token!r} twice")
     # Some files of chat models give BOS or EOS another type.
     kinds[bos_id] = kinds[eos_id] = TokenType.CONTROL
-    add_bos = value("add_bos_token", bool, model == "llama" or _PRE.get(pre) in _WITH_BOS)
+    add_bos = value("add_bos_token", bool, model == "llama" or pre in _WITH_BOS)
     vocabulary = Vocabulary(tokens, kinds, bos_id, eos_id, add_bos)
     # 3. Read the fields of the model.
     if model == "llama":
@@ -75,11 +78,13 @@ def from_gguf(
         check(are_numbers and len(scores) == count, f"{count} tokens but {len(scores)} scores")
         vocabulary = vocabulary._replace(
             scores=scores,
-            unknown_token_id=value("unknown_token_id", int, 0),
+            unknown_token_id=unknown_id,
+            strips_spaces=metadata.get("general.architecture") == "phi3",
             add_space_prefix=value("add_space_prefix", bool, True),
         )
         vocabulary.check_pieces(source)
-        kind = SentencePieceTokenizer if add_bos else HuggingFaceTokenizer
+        is_model = add_bos and not vocabulary.strips_spaces
+        kind = SentencePieceTokenizer if is_model else HuggingFaceTokenizer
         return kind.from_vocabulary(vocabulary, source)
     check(
         model == "gpt2" and pre in _PRE,
@@ -119,6 +124,7 @@ def to_gguf(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
     vocabulary = tokenizer.vocabulary()
     padding = range(len(vocabulary.tokens), vocab_size)
     fields = {"model": "gpt2" if vocabulary.scores is None else "llama", **vocabulary._asdict()}
+    del fields["strips_spaces"]  # the architecture says so
     fields["tokens"] = [*vocabulary.tokens, *(f"[PAD{id}]" for id in padding)]
     fields["token_type"] = [*vocabulary.token_type, *[TokenType.UNUSED] * len(padding)]
     if vocabulary.merges is not None:

@@ -21,6 +21,7 @@ from jllama.tokenizers.base import (
     Vocabulary,
     check_text,
     piece_bytes,
+    special_bytes,
 )
 from jllama.tokenizers.tiktoken import PATTERN
 
@@ -34,30 +35,35 @@ _BYTE_LEVEL = {
     "trim_offsets": True,
     "use_regex": True,
 }
+_PREFIX = r"[^\r\n\p{L}\p{N}]?"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SUFFIX = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_PATTERNS = {
+    "llama-bpe": PATTERN,
+    "dbrx": PATTERN,
+    "qwen2": PATTERN.replace("{1,3}", ""),
+    "tekken": rf"{_PREFIX}{_UPPER}*{_LOWER}+|{_PREFIX}{_UPPER}+{_LOWER}*|\p{{N}}|{_REST}",
+    "gpt-4o": (
+        rf"{_PREFIX}{_UPPER}*{_LOWER}+{_SUFFIX}|{_PREFIX}{_UPPER}+{_LOWER}*{_SUFFIX}|\p{{N}}{{1,3}}|"
+        f"{_REST}"
+    ),
+}
+"""Regular expressions that split text: of Llama 3; cl100k (OLMo 2, Phi-4); Qwen2, whose digits
+stand alone; Mistral's Tekken; o200k (Phi-4-mini). Source: the models' ``tokenizer.json``."""
 
 
-def _split_by(pattern: str) -> Json:
-    """Return the pre-tokenizer that isolates what matches a regular expression."""
-    split = {
-        "type": "Split",
-        "pattern": {"Regex": pattern},
-        "behavior": "Isolated",
-        "invert": False,
+def _split(pattern: str) -> Json:
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
+    return {
+        "type": "Sequence",
+        "pretokenizers": [split | {"invert": False}, _BYTE_LEVEL | {"use_regex": False}],
     }
-    return {"type": "Sequence", "pretokenizers": [split, _BYTE_LEVEL | {"use_regex": False}]}
 
 
-_UPPER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}"
-_LOWER = r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
-_TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 PRE_TOKENIZERS: dict[str, Json] = {
-    "llama-bpe": _split_by(PATTERN),
-    "dbrx": _split_by(PATTERN),  # of OLMo 2 and Phi-4
-    "qwen2": _split_by(PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")),
-    "tekken": _split_by(_TEKKEN),  # of Mistral Nemo and later models
+    **{name: _split(pattern) for name, pattern in _PATTERNS.items()},
     "smollm": {
         "type": "Sequence",
         "pretokenizers": [{"type": "Digits", "individual_digits": True}, _BYTE_LEVEL],
@@ -66,7 +72,6 @@ PRE_TOKENIZERS: dict[str, Json] = {
 }
 """The known ways to split text: llama.cpp's names, and how Hugging Face's library is configured."""
 
-_NORMALIZERS: dict[str, Json] = {"qwen2": {"type": "NFC"}}
 _PREPEND = {"type": "Prepend", "prepend": SPACE}
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
 _METASPACE = {"type": "Metaspace", "replacement": SPACE, "split": False}  # of transformers 5
@@ -75,9 +80,10 @@ _FORMS: dict[str | bool, tuple[Json | None, Json | None, bool, bool]]
 _FORMS = {
     # With ignore_merges, a part of the text that is a token is not merged.
     **{
-        name: (_NORMALIZERS.get(name), split, name in ("llama-bpe", "tekken"), False)
+        name: (None, split, name in ("llama-bpe", "tekken"), False)
         for name, split in PRE_TOKENIZERS.items()
     },
+    "qwen2": ({"type": "NFC"}, PRE_TOKENIZERS["qwen2"], False, False),
     False: ({"type": "Sequence", "normalizers": [_REPLACE]}, None, False, True),
     True: ({"type": "Sequence", "normalizers": [_PREPEND, _REPLACE]}, None, False, True),
 }
@@ -86,8 +92,12 @@ _FORMS = {
 
 
 def _form_key(form: Any) -> str:
-    """Return settings as one text, except ``trim_offsets``, on which no ids depend."""
-    return json.dumps(form, sort_keys=True).replace('"trim_offsets": false', '"trim_offsets": true')
+    """Return settings as one text.
+
+    No ids depend on ``trim_offsets``, nor on how a regular expression splits that matches any text.
+    """
+    text = json.dumps(form, sort_keys=True).replace('"trim_offsets": false', '"trim_offsets": true')
+    return text.replace('"Removed", "invert": true', '"Isolated", "invert": false')
 
 
 _NAMES = {_form_key(form): name for name, form in _FORMS.items()}
@@ -171,7 +181,8 @@ class HuggingFaceTokenizer(Tokenizer):
         self.is_byte_level = split is not None and b"ByteLevel" in split.__getstate__()
         self.pieces = [piece_bytes(text, self.is_byte_level) for text in self.texts]
         for id, token in self.added.items():
-            self.pieces[id] = b"" if token.special else token.content.encode()
+            text = token.content
+            self.pieces[id] = special_bytes(text) if token.special else text.encode()
         self.special_tokens = {self.texts[id]: id for id in (*self.added, bos_id, eos_id)}
 
     @functools.cached_property
@@ -198,7 +209,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _decode(self, ids: Ids) -> str:
         with errors_as(f"the tokenizer.json cannot turn {len(ids)} tokens into text"):
-            return self._library.decode(ids.tolist())
+            return self._library.decode(ids.tolist(), skip_special_tokens=False)
 
     def vocabulary(self) -> Vocabulary:
         """Return the tokenizer as data.
@@ -234,7 +245,9 @@ class HuggingFaceTokenizer(Tokenizer):
             kinds[id] = TokenType.CONTROL if token.special else TokenType.USER_DEFINED
         tokens = [text or f"[PAD{id}]" for id, text in enumerate(self.texts)]
         merges = [(left, right) for left, right in model["merges"]]
+        strips = any(token.rstrip for token in self.added.values())
         vocabulary = Vocabulary(tokens, kinds, self.bos_id, self.eos_id, self.add_bos)
+        vocabulary = vocabulary._replace(strips_spaces=strips)
         if self.is_byte_level:
             return vocabulary._replace(merges=merges, pre=name)
 
@@ -267,7 +280,9 @@ class HuggingFaceTokenizer(Tokenizer):
 
         A space after a user-defined piece is the exception; there it does as llama.cpp.
         """
-        tokens, kinds, bos_id, eos_id, add_bos, scores, unknown_id, prefix, merges, pre = vocabulary
+        tokens, kinds, bos_id, eos_id, add_bos, scores, unknown_id, prefix, merges, pre, _ = (
+            vocabulary
+        )
         decoder: Json = _BYTE_LEVEL
         if scores is not None:
             merges = vocabulary.piece_merges()
@@ -285,13 +300,18 @@ class HuggingFaceTokenizer(Tokenizer):
             TokenType.CONTROL: True,
             TokenType.USER_DEFINED: False,
         }
-        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        flags = {"single_word": False, "lstrip": False, "normalized": False}
         added = []
         vocab_size = 0
         for id, kind in enumerate(map(TokenType, kinds)):
             if kind in is_special:
+                token = {"id": id, "content": tokens[id], "special": is_special[kind], **flags}
                 added.append(
-                    {"id": id, "content": tokens[id], "special": is_special[kind], **flags}
+                    token
+                    | {
+                        "rstrip": vocabulary.strips_spaces
+                        and id not in (bos_id, eos_id, unknown_id)
+                    }
                 )
             if kind not in (TokenType.CONTROL, TokenType.USER_DEFINED):
                 vocab_size = id + 1

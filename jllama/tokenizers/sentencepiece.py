@@ -6,11 +6,21 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 
 from jllama.errors import JllamaError
-from jllama.tokenizers.base import BYTE_PIECES, SPACE, Ids, Tokenizer, Vocabulary, piece_bytes
+from jllama.tokenizers.base import (
+    BYTE_PIECES,
+    SHOWN,
+    SPACE,
+    Ids,
+    Tokenizer,
+    Vocabulary,
+    piece_bytes,
+    special_bytes,
+)
 
 CHUNK = 1 << 16
 """Characters of a text that the library encodes at once. It needs 40 bytes of memory for each, and
@@ -78,7 +88,8 @@ class SentencePieceTokenizer(Tokenizer):
             is_special = library.is_control(id) or library.is_unknown(id)
             if is_special:
                 self.special_tokens[text] = id
-            self.pieces.append(b"" if is_special else piece_bytes(text))
+            self.pieces.append(special_bytes(text) if is_special else piece_bytes(text))
+        self._shown_ids = [id for text, id in self.special_tokens.items() if text in SHOWN]
         newline = library.encode("\n")
         self._cut_at_newlines = (
             not any("\n" in text for text in self.texts)
@@ -118,7 +129,13 @@ class SentencePieceTokenizer(Tokenizer):
         return first
 
     def _decode(self, ids: Ids) -> str:
-        return self._processor.decode(ids.tolist())
+        # The library leaves out all special tokens.
+        text = ""
+        start = 0
+        for place in np.flatnonzero(np.isin(ids, self._shown_ids)).tolist():
+            text += self._processor.decode(ids[start:place].tolist()) + self.texts[ids[place]]
+            start = place + 1
+        return text + self._processor.decode(ids[start:].tolist())
 
     def vocabulary(self) -> Vocabulary:
         """Return the model as data.

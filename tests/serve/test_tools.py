@@ -1,12 +1,12 @@
 """Calls of tools: templates that are shown them, grammars that let only calls through, answers read
 piece by piece."""
 
-import dataclasses
 import itertools
 import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers import trained_llama3, trained_smollm
 from helpers_real import real_file
@@ -17,14 +17,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 import jllama
 from jllama.errors import UsageError
+from jllama.generation.text import Prompt, TextDecoder
 from jllama.grammar import Matcher
-from jllama.serve.tools import (
-    ToolParser,
-    call_grammar,
-    check_tools,
-    find_dialect,
-    show_calls,
-)
+from jllama.serve.tools import ToolParser, call_grammar, check_tools, find_dialect
 from jllama.templates.messages import (
     TEMPLATES,
     end_of_turn_ids,
@@ -38,11 +33,18 @@ STOCK = {
     path.stem: path.read_text()
     for path in (Path(__file__).parent.parent / "templates/stock").glob("*.jinja")
 }
-SMOLLM2, HERMES, LLAMA = (
-    find_dialect(STOCK[name]) for name in ("smollm2", "qwen2_5_training", "llama3_1")
-)
-MISTRAL = find_dialect(STOCK["mistral_nemo"])
-DIALECTS = {"smollm2": SMOLLM2, "hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL}
+DIALECTS = {
+    name: find_dialect(STOCK[stock])
+    for name, stock in {
+        "smollm2": "smollm2",
+        "hermes": "qwen2_5_training",
+        "llama": "llama3_1",
+        "mistral": "mistral_v0.3",
+        "granite": "granite3_3",
+        "phi4_mini": "phi4_mini",
+    }.items()
+}
+SMOLLM2, HERMES, LLAMA, MISTRAL, GRANITE, PHI4_MINI = DIALECTS.values()
 WEATHER = {
     "type": "object",
     "properties": {
@@ -87,22 +89,26 @@ def said(call):
 
 
 def test_dialects():
-    assert {name for name, template in STOCK.items() if find_dialect(template)} == {
-        "llama3_1",
-        "llama3_2",
-        "mistral_nemo",
-        "qwen2_5",
-        "qwen2_5_training",
-        "qwen3",
-        "smollm2",
+    marks = {name: dialect.mark for name, text in STOCK.items() if (dialect := find_dialect(text))}
+    assert marks == {
+        "llama3_1": "",
+        "llama3_2": "",
+        "smollm2": "<tool_call>",
+        **dict.fromkeys(["qwen2_5", "qwen2_5_training", "qwen3"], "<tool_call>"),
+        **dict.fromkeys(["qwen3_training", "smollm3"], "<tool_call>"),
+        **dict.fromkeys(["mistral_v0.3", "mistral_nemo"], "[TOOL_CALLS]"),
+        **dict.fromkeys(["granite3_3", "phi4_mini"], "<|tool_call|>"),
     }
-    qwen = [find_dialect(STOCK[name])._replace(template="") for name in ("qwen2_5", "qwen3")]
-    assert qwen == [HERMES._replace(template="")] * 2
-    spaced = STOCK["mistral_nemo"].replace("[TOOL_CALLS][", "[TOOL_CALLS] [")
-    assert find_dialect(spaced).before == "[TOOL_CALLS] ["
+    assert (PHI4_MINI.end, GRANITE.end, MISTRAL.end) == ("<|/tool_call|>", "", "")
+    for name in ("qwen2_5", "qwen3", "qwen3_training", "smollm3"):
+        assert find_dialect(STOCK[name])[1:] == HERMES[1:]
+    assert MISTRAL.before == "[TOOL_CALLS] ["
+    assert find_dialect(STOCK["mistral_nemo"]).before == "[TOOL_CALLS]["
     assert [name for name, template in TEMPLATES.items() if find_dialect(template)] == []
     assert (LLAMA.template, HERMES.template) == (STOCK["llama3_1"], STOCK["qwen2_5_training"])
     assert find_dialect(LLAMA.template.replace("tools", "tolls")) is None
+    for dialect in DIALECTS.values():
+        assert find_dialect(dialect.template) == dialect
 
 
 # --- reading answers
@@ -129,8 +135,11 @@ FRAGMENTS = [
     *(
         "<tool_call>",
         "</tool_call>",
+        "<|tool_call|>",
+        "<|/tool_call|>",
         "[TOOL_CALLS]",
-        "[TOOL_",
+        "<|/tool",
+        "[TOOL",
         "<tool",
         "_call>",
         "<",
@@ -196,8 +205,7 @@ def test_calls_come_back(dialect, calls, places, before):
         each for each in early if isinstance(each, dict)
     ]  # no later than its last character
     assert len({call["id"] for call in found}) == len(calls)
-    form = "[0-9a-f]{9}" if dialect is MISTRAL else "call_[0-9a-f]{24}"
-    assert all(re.fullmatch(form, call["id"]) for call in found)
+    assert all(re.fullmatch("call_[0-9a-f]{24}", call["id"]) for call in found)
     assert read(dialect, list(text))[:2] == (out, found)
 
 
@@ -205,6 +213,11 @@ def test_calls_come_back(dialect, calls, places, before):
 @given(text=hard_texts, places=st.lists(st.integers(0, 999), max_size=9))
 @example(text="<tool_call>" + "[" * 100_000, places=[])
 @example(text='<tool_call>[{"name": "now", "arguments": {}}', places=[])  # its end is missing
+@example(text='{"name": "now", "parameters": {}}  hello', places=[34])
+@example(text='[TOOL_CALLS][{"name": "now", "arguments": {}}]\n hello', places=[46])
+@example(
+    text='I look.\n<|tool_call|> [{"name": "now", "arguments": {}}] <|/tool_call|> b', places=[60]
+)
 @example(
     text=' {"name": "now", "parameters": {}}; {"name": "now", "parameters": {}} ', places=[2, 40]
 )
@@ -234,6 +247,9 @@ def test_no_text_is_lost_and_pieces_do_not_matter(dialect, text, places):
             '<tool_call>[{"name": "it", "arguments": {}}]',
         ),
         ("smollm2", '<tool_call>[{"name": "now", "arg', ""),
+        ("mistral", "a [TOOL_CAL", "a"),
+        ("mistral", "[TOOL_CALLS] no", "[TOOL_CALLS] no"),
+        ("granite", '<|tool_call|>[{"name": "now", "arg', ""),
         ("llama", "Hello there", "Hello there"),
         ("llama", '{"name": "it", "parameters": {}}', '{"name": "it", "parameters": {}}'),
         ("llama", 'So: {"name"', 'So: {"name"'),
@@ -256,37 +272,6 @@ def test_one_call_where_no_more_are_wanted():
     ]
     text = '{"name": "now", "parameters": {}}'
     assert read(LLAMA, [f"{text}; {text}"])[0] == f"; {text}"
-
-
-def test_a_special_token_that_marks_calls_is_seen_and_forced():
-    """As a model of Mistral's writes it: the mark is one token, whose text is not shown else."""
-    tokenizer = trained_smollm(["hello"], 300)
-    vocabulary = tokenizer.vocabulary()
-    kinds = [*vocabulary.token_type, vocabulary.token_type[0]]
-    tokens = [*vocabulary.tokens, "[TOOL_CALLS]"]
-    tokenizer = type(tokenizer).from_vocabulary(
-        vocabulary._replace(tokens=tokens, token_type=kinds)
-    )
-    model = jllama.LanguageModel(
-        jllama.LlamaConfig(len(tokens), num_layers=1, embed_dim=16, num_heads=1),
-        {},
-        tokenizer,
-        STOCK["mistral_nemo"],
-    )
-    shown = show_calls(model).tokenizer
-    text = written(MISTRAL, [("now", {})])
-    ids = shown.encode_with_special_tokens(text)
-    assert ids[0] == len(tokens) - 1
-    assert shown.decode(ids) == text
-    assert "TOOL" not in tokenizer.decode(ids)
-    assert show_calls(dataclasses.replace(model, chat_template=STOCK["qwen3"])).tokenizer is (
-        tokenizer
-    )
-    matcher = Matcher(call_grammar(TOOLS, "required", MISTRAL), shown, [tokenizer.eos_id])
-    for id in ids:
-        assert matcher.allowed()[id // 32] >> (id % 32) & 1
-        matcher.accept(id)
-    assert matcher.allowed()[tokenizer.eos_id // 32] >> (tokenizer.eos_id % 32) & 1
 
 
 def test_ids_are_those_of_the_key():
@@ -378,7 +363,7 @@ def test_strict_tools_and_a_free_choice(bytes_only, dialect):
         for text in (
             "",
             "hello {\n world",
-            "a < b",
+            "a < b [TOOL",
             written(dialect, [("weather", {"city": "Rome"})]),
         ):
             assert accepts(bytes_only, free, text)
@@ -396,6 +381,29 @@ def test_what_a_grammar_accepts_is_read_as_calls(bytes_only, calls):
     text = written(SMOLLM2, calls).replace("\x7f", "\\u007f")
     assert accepts(bytes_only, call_grammar(tools, "required", SMOLLM2), text)
     assert [*map(said, read(SMOLLM2, [text])[1])] == calls
+
+
+@pytest.mark.parametrize("name", ["mistral", "granite", "phi4_mini", "hermes"])
+def test_a_mark_that_is_a_special_token_is_forced_and_seen(name):
+    """It is text of the answer, as one token; other special tokens are not."""
+    dialect = DIALECTS[name]
+    special = ["<s>", "</s>", "[INST]", dialect.mark, *filter(None, [dialect.end])]
+    tokenizer = trained_smollm(["a"], 256, "tekken", special, (0, 1), add_bos=True)
+    text = written(dialect, [("now", {})])
+    ids = tokenizer.encode_with_special_tokens(text)
+    assert ids[0] == 3
+    matcher = Matcher(call_grammar(TOOLS, "required", dialect), tokenizer, (1,))
+    decoder = TextDecoder(tokenizer, Prompt((0, 2), stop_ids=(1,)))
+    parser = ToolParser(dialect, NAMES, "key")
+    pieces = []
+    for id in [*ids, 1]:
+        allowed = np.unpackbits(matcher.allowed().view(np.uint8), bitorder="little")
+        assert allowed[id]
+        assert not allowed[[0, 2]].any()
+        matcher.accept(id)
+        pieces += parser.push(decoder.push(id))
+    assert decoder.text == text
+    assert [*map(said, pieces)] == [("now", {})]
 
 
 def test_a_schema_that_cannot_be_served_is_refused():
@@ -483,20 +491,61 @@ def test_smollm2_without_tools_is_its_own_template(count, system, prompt):
     assert render(SMOLLM2.template, **variables) == render(STOCK["smollm2"], **variables)
 
 
-@pytest.mark.parametrize("name", ["smollm2", "qwen2_5_training", "llama3_1", "llama3_2"])
+CALLERS = dict.fromkeys(("qwen2_5", "qwen3", "smollm3", "granite3_3", "phi4_mini"), "smollm2")
+CALLERS |= {name: name for name in TOKENIZERS}
+CALLERS |= dict.fromkeys(["mistral_v0.3", "mistral_nemo"], "smollm2")
+"""The templates that are shown calls, and a tokenizer for each."""
+
+
+@pytest.mark.parametrize("name", CALLERS)
 def test_calls_in_a_template_are_as_models_write_them(name):
     """An answer's calls, given back as OpenAI's clients do, stand in the next prompt as the model
-    wrote them."""
+    wrote them. Mistral's templates add ids, which have nine letters and digits."""
     its = find_dialect(STOCK[name])
     calls = [("weather", {"city": "Rome", "days": 2}), ("now", {})][: 2 if its.between else 1]
     text = written(its, calls)
     given_back = read(its, [text])[1]
+    ids = [call["id"] for call in given_back]
     messages = [
         {"role": "user", "content": "?"},
         {"role": "assistant", "content": None, "tool_calls": given_back},
+        *({"role": "tool", "content": "22", "tool_call_id": id} for id in ids),
     ]
-    variables = template_variables(TOKENIZERS[name], openai_messages(messages), False, TOOLS)
-    assert text in render(its.template, **variables)
+    variables = template_variables(
+        TOKENIZERS[CALLERS[name]], openai_messages(messages), True, TOOLS
+    )
+    actual = render(its.template, **variables)
+    if name.startswith("mistral"):
+        assert [id[-9:] for id in ids] == re.findall(r'"id": "([a-z0-9]{9})"', actual)
+        assert [id[-9:] for id in ids] == re.findall(r'"call_id": "([a-z0-9]{9})"', actual)
+        actual = re.sub(r', "id": "[a-z0-9]{9}"', "", actual)
+    assert text in actual
+    assert read(its, [actual[actual.index(text) :][: len(text)]])[1] == given_back
+
+
+@pytest.mark.parametrize("id", ["a", "call_1-2", "abcdefghi", "toolu_01A09q90qw90lq917835lq9"])
+def test_mistrals_templates_are_given_ids_of_nine_letters(id):
+    dialect = find_dialect(STOCK["mistral_v0.3"])
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL | {"id": id}]},
+        {"role": "tool", "content": "22", "tool_call_id": id},
+    ]
+    tokenizer = TOKENIZERS["smollm2"]
+    variables = template_variables(tokenizer, openai_messages(messages), True, TOOLS)
+    text = render(dialect.template, **variables)
+    (first,) = re.findall(r'"id": "([A-Za-z0-9]{9})"', text)
+    assert re.findall(r'"call_id": "([A-Za-z0-9]{9})"', text) == [first]
+    assert first == id or id != "abcdefghi"
+
+
+@pytest.mark.parametrize("name", [name for name in CALLERS if name not in TOKENIZERS])
+def test_templates_without_calls_are_the_models_own(name):
+    messages = [{"role": "system", "content": "Be é."}, {"role": "user", "content": "?"}]
+    variables = template_variables(TOKENIZERS[CALLERS[name]], messages, True)
+    assert render(find_dialect(STOCK[name]).template, **variables) == render(
+        STOCK[name], **variables
+    )
 
 
 # --- bad input

@@ -12,7 +12,16 @@ import pytest
 import transformers
 from hard_text import texts_with
 from helpers import trained_llama3, trained_smollm
-from helpers_real import real_file
+from helpers_real import (
+    GRANITE_TOKENS,
+    MISTRAL_TOKENS,
+    PHI_TOKENS,
+    QWEN_TOKENS,
+    real_cl100k,
+    real_file,
+    real_qwen,
+    real_tekken,
+)
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -28,24 +37,57 @@ from jllama.templates.messages import (
     openai_messages,
 )
 from jllama.templates.template import render
-from jllama.tokenizers import load_tokenizer, save_huggingface, train_sentencepiece
+from jllama.tokenizers import (
+    HuggingFaceTokenizer,
+    load_tokenizer,
+    save_huggingface,
+    train_sentencepiece,
+)
+from jllama.tokenizers.base import TokenType
 from jllama.tokenizers.gguf import from_gguf
 
 CORPUS = [
     "the system says hello to the user and the assistant, don't they? 12 345\n\n  user\n héllo "
     "世界 [INST] <<SYS>>\n" * 20
 ]
+
+
+def phi_3():
+    """SentencePiece with more special tokens, which drop the white space behind them."""
+    vocabulary = train_sentencepiece(CORPUS, 340).vocabulary()
+    count = len(PHI_TOKENS)
+    return HuggingFaceTokenizer.from_vocabulary(
+        vocabulary._replace(
+            tokens=[*vocabulary.tokens, *PHI_TOKENS],
+            token_type=[*vocabulary.token_type, *[TokenType.CONTROL] * count],
+            scores=[*vocabulary.scores, *[0.0] * count],
+            eos_token_id=len(vocabulary.tokens),
+            strips_spaces=True,
+        )
+    )
+
+
 TOYS = {
     "llama2": lambda: train_sentencepiece(CORPUS, 340),
     "llama3": lambda: trained_llama3(CORPUS, 350),
     "smollm2": lambda: trained_smollm(CORPUS, 350),
-    "mistral": lambda: train_sentencepiece(CORPUS, 340),
+    "qwen": lambda: trained_smollm(CORPUS, 350, "qwen2", QWEN_TOKENS, (0, 2)),
+    "phi": lambda: trained_smollm(CORPUS, 350, "dbrx", PHI_TOKENS, (0, 0)),
+    "phi3": phi_3,
+    "granite": lambda: trained_smollm(CORPUS, 350, "smollm", GRANITE_TOKENS, (0, 0)),
+    "mistral_v3": lambda: train_sentencepiece(CORPUS, 340),
+    "mistral": lambda: trained_smollm(CORPUS, 350, "tekken", MISTRAL_TOKENS, (1, 2), add_bos=True),
 }
 REAL = {
-    "mistral": lambda: load_tokenizer(real_file("mistral_v3_tokenizer.model")),
     "llama2": lambda: load_tokenizer(real_file("mistral_tokenizer.model")),
     "llama3": lambda: load_tokenizer(real_file("llama3_tokenizer.model")),
     "smollm2": lambda: from_gguf(read_gguf_file(real_file(SMOLLM2))[0], "SmolLM2"),
+    "qwen": real_qwen,
+    "phi": real_cl100k,
+    "phi3": TOYS["phi3"],
+    "granite": TOYS["granite"],
+    "mistral_v3": lambda: load_tokenizer(real_file("mistral_v3_tokenizer.model")),
+    "mistral": real_tekken,
 }
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
 STOCK = {path.stem: path.read_text() for path in (Path(__file__).parent / "stock").glob("*.jinja")}
@@ -88,14 +130,76 @@ TAGGED = {  # the tokenizer's kind, what is replaced, and by what
     "llama3": ("llama3", STOCK["llama3"], STOCK["llama3_training"]),
     "llama3_1": ("llama3", LLAMA_3, LLAMA_3_TAGGED),
     "llama3_2": ("llama3", LLAMA_3, LLAMA_3_TAGGED),
+    "qwen2_5": (
+        "qwen",
+        "'<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n'",
+        "'<|im_start|>' + message.role + '\\n' }}{%- if message.role == 'assistant' %}"
+        "{% generation %}{{- message.content + '<|im_end|>' }}{% endgeneration %}{% else %}"
+        "{{- message.content + '<|im_end|>' }}{% endif %}{{- '\\n'",
+    ),
+    "qwen3": ("qwen", None, None),
+    "mistral_v0.3": ("mistral_v3", '{{- " " + message["content"] + eos_token}}', None),
+    "mistral_nemo": ("mistral", '{{- message["content"] + eos_token}}', None),
+    "phi3": (
+        "phi",
+        "{{'<|assistant|>\n' + message['content'] + '<|end|>\n'}}",
+        "{{'<|assistant|>\n'}}{% generation %}{{ message['content'] + '<|end|>' }}"
+        "{% endgeneration %}{{ '\n'}}",
+    ),
+    "phi4": (
+        "phi",
+        "{{'<|im_start|>assistant<|im_sep|>' + message['content'] + '<|im_end|>'}}",
+        "{{'<|im_start|>assistant<|im_sep|>'}}{% generation %}"
+        "{{ message['content'] + '<|im_end|>'}}{% endgeneration %}",
+    ),
+    "phi4_mini": (
+        "phi",
+        "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}",
+        "{{ '<|' + message['role'] + '|>' }}{% if message['role'] == 'assistant' %}"
+        "{% generation %}{{ message['content'] + '<|end|>' }}{% endgeneration %}{% else %}"
+        "{{ message['content'] + '<|end|>' }}{% endif %}",
+    ),
+    "olmo2": (
+        "phi",
+        "'<|assistant|>\n'  + message['content'] + eos_token",
+        "'<|assistant|>\n' }}{% generation %}{{ message['content'] + eos_token }}"
+        "{% endgeneration %}{{ ''",
+    ),
+    "granite3_3": (
+        "granite",
+        "{{- '<|start_of_role|>' + message['role'] + '<|end_of_role|>' + message['content'] + "
+        "'<|end_of_text|>\n' }}",
+        "{{- '<|start_of_role|>' + message['role'] + '<|end_of_role|>' }}"
+        "{%- if message['role'] == 'assistant' %}{% generation %}"
+        "{{- message['content'] + '<|end_of_text|>' }}{% endgeneration %}{% else %}"
+        "{{- message['content'] + '<|end_of_text|>' }}{% endif %}{{- '\n' }}",
+    ),
 }
-NO_SYSTEM = ["mistral"]
+TAGGED["phi3_5"] = ("phi3", *TAGGED["phi3"][1:])
+NO_SYSTEM = ["mistral", "mistral_v0.3", "mistral_nemo"]
+QWEN3 = {
+    "{{- '<|im_start|>' + message.role + '\\n<think>\\n' + reasoning_content.strip('\\n') + "
+    "'\\n</think>\\n\\n' + content.lstrip('\\n') }}": "{{- '<|im_start|>assistant\\n' }}"
+    "{%- set body = '<think>\\n' + reasoning_content.strip('\\n') + '\\n</think>\\n\\n' %}"
+    "{%- if not reasoning_content.strip('\\n') %}{{- body }}{%- set body = '' %}{%- endif %}"
+    "{%- set body = body + content.lstrip('\\n') %}",
+    "{{- '<|im_start|>' + message.role + '\\n' + content }}": "{{- '<|im_start|>assistant\\n' }}"
+    "{%- set body = content %}",
+    "{%- if message.tool_calls %}": "{%- generation %}{{- body }}{%- if message.tool_calls %}",
+    "{{- '<|im_end|>\\n' }}\n    {%- elif message.role == \"tool\" %}": "{{- '<|im_end|>' }}"
+    "{%- endgeneration %}{{- '\\n' }}{%- elif message.role == 'tool' %}",
+}
+"""The tags in Qwen3's template: empty thoughts are the template's, all others the answer's."""
 
 
 def tagged(name):
     _, stock, replacement = TAGGED[name]
-    assert STOCK[name].count(stock) == 1
-    return STOCK[name].replace(stock, replacement or f"{OPEN}{stock}{CLOSE}")
+    replacements = {stock: replacement or f"{OPEN}{stock}{CLOSE}"} if stock else QWEN3
+    template = STOCK[name]
+    for text, other in replacements.items():
+        assert text in template
+        template = template.replace(text, other)
+    return template
 
 
 @pytest.fixture(
@@ -188,6 +292,9 @@ def test_stock_templates_count_what_tags_around_the_answers_would(
     tokenizers, name, exchanges, system
 ):
     tokenizer, peer = tokenizers[TAGGED[name][0]]
+    if name == "phi3_5":
+        # Where a special token takes an answer's first spaces, transformers counts that token.
+        exchanges = [(question, answer.lstrip()) for question, answer in exchanges]
     messages = conversation(exchanges, None if name in NO_SYSTEM else system)
     ids, counted = jllama_tokens(tokenizer, STOCK[name], messages)
     assert ids == peer.apply_chat_template(messages, chat_template=STOCK[name], return_dict=False)
@@ -207,6 +314,16 @@ def test_stock_templates_count_what_tags_around_the_answers_would(
         ("mistral", "", "</s>"),
         ("mistral_v0.2", " ", "</s>"),
         ("zephyr", "", "</s>"),
+        ("qwen2_5", "", "<|im_end|>"),
+        ("qwen3", "", "<|im_end|>"),
+        ("mistral_v0.3", " ", "</s>"),
+        ("mistral_nemo", "", "</s>"),
+        ("phi3", "", "<|end|>"),
+        ("phi3_5", "", "<|end|>"),
+        ("phi4", "", "<|im_end|>"),
+        ("phi4_mini", "", "<|end|>"),
+        ("olmo2", "", "<|endoftext|>"),
+        ("granite3_3", "", "<|end_of_text|>"),
     ],
 )
 def test_the_counted_tokens_are_the_answers_and_their_ends(tokenizers, name, before, end):
@@ -258,6 +375,103 @@ def test_the_training_template_of_trl(tokenizers, exchanges, system):
     assert (
         json.dumps({"city": "Zürich"}, ensure_ascii=False) in counted_texts(tokenizer, *actual)[0]
     )
+
+
+@pytest.mark.parametrize("name", ["qwen3_training", "smollm3"])
+@given(exchanges=turns, system=st.none() | texts | st.just("be /no_think"))
+def test_the_tags_of_other_templates_are_taken_as_they_are(tokenizers, name, exchanges, system):
+    tokenizer, peer = tokenizers["qwen"]
+    messages, template = conversation(exchanges, system), STOCK[name]
+    assert jllama_tokens(tokenizer, template, messages) == peer_tokens(peer, template, messages)
+
+
+def thinks(content, thoughts=None):
+    message = {"role": "assistant", "content": content}
+    return message | ({} if thoughts is None else {"reasoning_content": thoughts})
+
+
+thoughts = st.none() | st.sampled_from(["", "hm", "\n\nhm\n", "<think>", "the user says 22"])
+inline = st.sampled_from(
+    ["", "<think>\n\n</think>\n\n", "<think>\nhm\n</think>\n\n", "<think>hm</think>"]
+)
+
+
+@given(
+    exchanges=st.lists(st.tuples(texts, thoughts, inline, texts), min_size=1, max_size=3),
+    calls=st.booleans(),
+)
+@example(
+    exchanges=[("a", "hm", "", "b"), ("c", None, "<think>\nno\n</think>\n\n", "d")], calls=True
+)
+def test_thoughts_that_qwen3s_template_writes_count(tokenizers, exchanges, calls):
+    """Those of the turn that is answered; it drops those of earlier turns."""
+    tokenizer, peer = tokenizers["qwen"]
+    messages = []
+    for question, thought, begin, answer in exchanges:
+        messages.append({"role": "user", "content": question})
+        if calls:
+            message = thinks("", thought) | {"tool_calls": [CALL]}
+            messages += [message, {"role": "tool", "content": "22"}]
+        messages.append(thinks(begin + answer, thought))
+    template = tagged("qwen3")
+    assert jllama_tokens(tokenizer, STOCK["qwen3"], messages, TOOLS) == peer_tokens(
+        peer, template, messages, TOOLS
+    )
+
+
+def test_thoughts_that_a_template_drops_are_noted(tokenizers):
+    tokenizer, _ = tokenizers["qwen"]
+    messages = [*says(thinks("b", "of b")), *says(thinks("c", "of c"))]
+    actual, notes = tokens_and_notes(tokenizer, STOCK["qwen3"], messages)
+    assert actual == ["b<|im_end|>", "<think>\nof c\n</think>\n\nc<|im_end|>"]
+    assert notes == {"answers whose thoughts the template leaves out": 1}
+    actual, notes = tokens_and_notes(tokenizer, STOCK["qwen2_5"], messages)
+    assert actual == ["b<|im_end|>", "c<|im_end|>"]
+    assert notes == {"answers whose thoughts the template leaves out": 2}
+    messages = [*says(thinks("<think>\nof b\n</think>\n\nb")), *says(thinks("c"))]
+    actual, notes = tokens_and_notes(tokenizer, STOCK["qwen3"], messages)
+    assert actual == ["b<|im_end|>", "c<|im_end|>"]
+    assert notes == {
+        "answers of which the template leaves out or changes a part": 1,
+        "answers behind '<think>\\n\\n</think>', which the template writes and is not learned": 1,
+    }
+
+
+SHORT = '[{"name": "weather", "arguments": {"city": "Zürich"}'
+WRITTEN = {
+    "qwen2_5": ("qwen", "<tool_call>\n" + SHORT[1:] + "}\n</tool_call><|im_end|>"),
+    "qwen3": ("qwen", "<tool_call>\n" + SHORT[1:] + "}\n</tool_call><|im_end|>"),
+    "mistral_v0.3": ("mistral_v3", "[TOOL_CALLS] " + SHORT + ', "id": "789abcdef"}]</s>'),
+    "mistral_nemo": ("mistral", "[TOOL_CALLS]" + SHORT + ', "id": "789abcdef"}]</s>'),
+    "granite3_3": ("granite", "<|tool_call|>" + SHORT + "}]<|end_of_text|>"),
+    "phi4_mini": ("phi", "<|tool_call|>" + SHORT + "}]<|/tool_call|><|end|>"),
+}
+"""What the models of a template learn of a call: the tokenizer's kind, and the text."""
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_each_familys_calls_are_learned_as_its_models_write_them(tokenizers, name):
+    kind, text = WRITTEN[name]
+    tokenizer, _ = tokenizers[kind]
+    asks = {"role": "assistant", "tool_calls": [CALL | {"id": "call_0123456789abcdef"}]}
+    result = {"role": "tool", "tool_call_id": "call_0123456789abcdef", "content": "22"}
+    messages = openai_messages([ASKED[1], asks, result, ASKED[4]], is_request=False)
+    template = find_template(tokenizer, STOCK[name])
+    ids, counted = jllama_tokens(tokenizer, template, messages, TOOLS)
+    actual = counted_texts(tokenizer, ids, counted)
+    end = text[text.rindex("<") :]
+    before = "<think>\n\n</think>\n\n" if name == "qwen3" else ""
+    assert [each.strip() for each in actual] == [text, f"the user says 22{end}"]
+    assert before + "the user says 22" in tokenizer.decode(ids)
+
+
+def test_smollm3s_tags_hold_its_calls(tokenizers):
+    tokenizer, peer = tokenizers["qwen"]
+    template = find_template(tokenizer, STOCK["smollm3"])
+    actual = jllama_tokens(tokenizer, template, ASKED, TOOLS)
+    text = "<|im_start|>assistant\n<tool_call>\n" + SHORT[1:] + "}\n</tool_call><|im_end|>\n"
+    assert counted_texts(tokenizer, *actual)[0] == text
+    assert actual == peer_tokens(peer, template, ASKED, TOOLS)
 
 
 def test_tags_without_the_end_of_an_answer(tokenizers):
@@ -511,101 +725,6 @@ def tokens_and_notes(tokenizer, template, messages, stop_ids=(2,), tools=None, *
         tokenizer, template, messages, stop_ids, tools, notes=notes, **options
     )
     return [text.strip() for text in counted_texts(tokenizer, *actual)], dict(notes)
-
-
-THOUGHT = "<think>\nthe user says\n</think>\n\nhello"
-
-
-def asks_tool(content, **others):
-    """A question, a call of a tool, its result, and an answer."""
-    return [
-        {"role": "user", "content": "hello"},
-        {"role": "assistant", "content": content, "tool_calls": [call("Rome", "abcdefghi")]},
-        {"role": "tool", "content": "22", "tool_call_id": "abcdefghi"},
-        {"role": "assistant", "content": "22", **others},
-    ]
-
-
-HERMES_CALL = (
-    '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call><|im_end|>'
-)
-MISTRAL_CALL = (
-    '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome"}, "id": "abcdefghi"}]</s>'
-)
-WRITTEN = "answers behind '<think>\\n\\n</think>', which the template writes and is not learned"
-LOST = "answers of which the template leaves out or changes a part"
-
-
-@pytest.mark.parametrize(
-    ("name", "messages", "expected", "notes"),
-    [
-        ("qwen2_5", asks_tool(""), [HERMES_CALL, "22<|im_end|>"], []),
-        ("qwen2_5", conversation([("a", THOUGHT)]), [f"{THOUGHT}<|im_end|>"], []),
-        ("qwen3", conversation([("a", THOUGHT)]), [f"{THOUGHT}<|im_end|>"], []),
-        # Thoughts before the last question are left out, as in a chat.
-        (
-            "qwen3",
-            conversation([("a", THOUGHT.replace("says", "12")), ("b", THOUGHT)]),
-            ["hello<|im_end|>", f"{THOUGHT}<|im_end|>"],
-            [LOST],
-        ),
-        (
-            "qwen3",
-            says({"role": "assistant", "content": "hello", "reasoning_content": "the user says"}),
-            [f"{THOUGHT}<|im_end|>"],
-            [],
-        ),
-        # The template writes empty thoughts where there are none: they are in the prompt if it is
-        # asked not to think, and are not learned.
-        (
-            "qwen3",
-            conversation([("a", "hello")]),
-            ["hello<|im_end|>"],
-            [WRITTEN],
-        ),
-        (
-            "qwen3",
-            asks_tool("<think>\n12\n</think>\n\n", reasoning_content="345"),
-            [
-                f"<think>\n12\n</think>\n\n{HERMES_CALL}",
-                "<think>\n345\n</think>\n\n22<|im_end|>",
-            ],
-            [],
-        ),
-        ("mistral_nemo", asks_tool(""), [MISTRAL_CALL, "22</s>"], []),
-        ("mistral_nemo", conversation(PLAIN), [f"{answer}</s>" for _, answer in PLAIN], []),
-        ("smollm3", conversation([("a", THOUGHT)]), [f"{THOUGHT}<|im_end|>"], []),
-        (
-            "smollm3",
-            conversation(PLAIN, "the system /no_think"),
-            [f"{answer}<|im_end|>" for _, answer in PLAIN],
-            [],
-        ),
-        (
-            "smollm3",
-            says({"role": "assistant", "content": "hello", "reasoning_content": "the user says"}),
-            ["hello<|im_end|>"],
-            [LOST],
-        ),
-    ],
-)
-def test_thoughts_and_calls_of_the_families(tokenizers, name, messages, expected, notes):
-    """An answer's thoughts count where the template writes them; ids are those of transformers."""
-    tokenizer, peer = tokenizers["mistral" if name == "mistral_nemo" else "smollm2"]
-    tools = TOOLS if any("tool_calls" in message for message in messages) else None
-    texts, actual_notes = tokens_and_notes(
-        tokenizer,
-        STOCK[name],
-        messages,
-        end_of_turn_ids(tokenizer, [tokenizer.eos_id]),
-        tools,
-    )
-    assert texts == [text.strip() for text in expected]
-    assert [*actual_notes] == notes
-    ids, _ = jllama_tokens(tokenizer, STOCK[name], messages, tools)
-    assert ids == peer.apply_chat_template(
-        messages, tools, chat_template=STOCK[name], return_dict=False
-    )
 
 
 @pytest.mark.parametrize(

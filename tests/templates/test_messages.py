@@ -1,5 +1,7 @@
 """Conversations as token ids: what transformers gives, what Meta's reference code gives."""
 
+from pathlib import Path
+
 import pytest
 import sentencepiece
 import transformers
@@ -13,7 +15,13 @@ from jllama.config import LlamaConfig
 from jllama.conversation import chat_ids
 from jllama.errors import JllamaError, UsageError
 from jllama.language_model import LanguageModel
-from jllama.templates.messages import TEMPLATES, check_messages, end_of_turn_ids, find_template
+from jllama.templates.messages import (
+    TEMPLATES,
+    check_messages,
+    end_of_turn_ids,
+    find_template,
+    template_variables,
+)
 from jllama.templates.template import render
 from jllama.tokenizers import BytesTokenizer, as_huggingface, save_huggingface, train_sentencepiece
 
@@ -250,6 +258,44 @@ def test_the_checkpoints_own_template_comes_first(tmp_path):
     assert chat_template(model, str(tmp_path / "mine.jinja")) == "mine é"
 
 
+STOCK = {path.stem: path.read_text() for path in (Path(__file__).parent / "stock").glob("*.jinja")}
+
+
+@pytest.mark.parametrize("prompt", [True, False])
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be é."}]])
+@pytest.mark.parametrize(
+    ("name", "special", "stock"),
+    [
+        ("phi4", ("<|im_start|>", "<|im_end|>", "<|im_sep|>"), "phi4"),
+        ("granite", ("<|start_of_role|>", "<|end_of_text|>"), "granite3_3"),
+        ("mistral", ("<s>", "</s>", "[INST]"), "mistral_nemo"),
+    ],
+)
+def test_a_family_is_known_by_a_special_token(name, special, stock, system, prompt):
+    """A checkpoint without a template has its family's, which writes what the published does."""
+    tokenizer = trained_smollm(["a"], 300, special=special, ends=(0, 1))
+    template = find_template(tokenizer, None)
+    assert template == TEMPLATES[name]
+    for count in (1, 2, 3):
+        turns = [
+            {"role": ("user", "assistant")[i % 2], "content": f"turn {i} "} for i in range(count)
+        ]
+        if system == [] and name == "granite":
+            continue  # the published one writes a system message of its own
+        if system and name == "mistral" and count == 2:
+            continue  # the published one leaves out the system's message
+        variables = template_variables(tokenizer, system + turns, prompt)
+        assert render(template, **variables) == render(STOCK[stock], **variables)
+
+
+def test_thoughts_are_text_of_the_assistants():
+    thinks = {"role": "assistant", "content": "a", "reasoning_content": "hm"}
+    check_messages([thinks])
+    for message in (thinks | {"reasoning_content": 7}, thinks | {"role": "user"}):
+        with pytest.raises(UsageError, match="it must have just 'role' and 'content'"):
+            check_messages([message])
+
+
 def test_what_ends_an_answer():
     assert end_of_turn_ids(LLAMA_2, (2,)) == (2,)
     assert end_of_turn_ids(CHATML, (0,)) == (0, 2)
@@ -303,7 +349,7 @@ def test_templates_that_are_not_there(tmp_path):
     (tmp_path / "latin.jinja").write_bytes(b"caf\xe9")
     with pytest.raises(
         JllamaError,
-        match=r"cannot be read: give a file or one of chatml, llama2, llama3: .*codec can't decode",
+        match=r"read: give a file or one of chatml, granite, llama2, llama3.*codec can't decode",
     ):
         chat_template(model_with(LLAMA_2), str(tmp_path / "latin.jinja"))
 

@@ -236,17 +236,17 @@ def test_a_tokenizer_bin_that_lies(tmp_path):
 
 def test_the_way_to_split_text_matters():
     """Each known one gives other ids than the others: none is taken for another."""
-    text = "it's 12345 and 3.14\n\n  x zyx"
+    text = "it's 12345 and 3.14\n\n  x catCat's e\u0301 unmerged"
     actual = set()
     for pre in PRE_TOKENIZERS:
-        tokens, merges = byte_level_bpe(CORPUS, 400, "gpt-2")
-        tokens = [*tokens, "\u0120zyx"]  # which no merges lead to
+        tokens, merges = byte_level_bpe(["catCat's " * 99, *CORPUS], 400, "gpt-2")
+        tokens.append("\u0120unmerged")
         vocabulary = Vocabulary(
             tokens, [TokenType.NORMAL] * len(tokens), 0, 0, False, merges=merges, pre=pre
         )
         tokenizer = HuggingFaceTokenizer.from_vocabulary(vocabulary)
         actual.add(tuple(tokenizer.encode(text)))
-        assert to_gguf(tokenizer, 401)["tokenizer.ggml.pre"] == pre
+        assert to_gguf(tokenizer, 400)["tokenizer.ggml.pre"] == pre
     assert len(actual) == len(PRE_TOKENIZERS)
     digits = tokenizers.Tokenizer.from_str(
         as_huggingface(MADE["smollm"]).content.decode()
@@ -354,7 +354,7 @@ def test_ranks_that_are_none(tmp_path, change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokenizer.ggml.pre": "chatglm-bpe"}, "'chatglm-bpe'"),
+        ({"tokenizer.ggml.pre": "falcon"}, "'falcon'"),
         ({"tokenizer.ggml.model": "bert"}, "'bert'"),
         ({"tokenizer.ggml.model": 3}, "a wrong type of tokenizer.ggml.model"),
         ({"tokenizer.ggml.tokens": None}, "no tokenizer.ggml.tokens"),
@@ -388,7 +388,7 @@ def test_gguf_refuses_what_it_has_no_name_for():
         to_gguf(HuggingFaceTokenizer(json.dumps(whole), 1, 2), 410)
     model = json.loads(as_huggingface(MADE["smollm"]).content)["model"] | {"ignore_merges": True}
     with pytest.raises(JllamaError, match="ignore_merges"):
-        to_gguf(huggingface(MADE["smollm"], model=model), 410)
+        to_gguf(huggingface(MADE["smollm"], model=model), 700)
     whole = json.loads(as_huggingface(MADE["smollm"]).content) | {"normalizer": {"type": "NFC"}}
     with pytest.raises(JllamaError, match="NFC"):
         to_gguf(HuggingFaceTokenizer(json.dumps(whole), 1, 2), 410)
@@ -496,7 +496,7 @@ def test_a_json_that_makes_the_library_panic_when_it_decodes():
     class PanicException(BaseException):
         pass
 
-    def panic(ids):
+    def panic(ids, skip_special_tokens):
         raise PanicException("range end index 9 out of range")
 
     tokenizer = HuggingFaceTokenizer.from_vocabulary(BytesTokenizer().vocabulary())
@@ -739,10 +739,88 @@ def test_gguf_as_llama_cpp_writes_it():
         == [TokenType.NORMAL] * len(MADE["tiktoken"].tokens) + [TokenType.CONTROL] * 256
     )
     assert all(merge.count(" ") == 1 for merge in metadata["tokenizer.ggml.merges"])
-    for alias, pre in (("llama3", "llama-bpe"), ("llama-v3", "llama-bpe"), ("default", "gpt-2")):
-        name = {"llama-bpe": "tiktoken", "gpt-2": "gpt-2"}[pre]
+    for alias, name in {
+        **dict.fromkeys(("llama3", "llama-v3", "smaug-bpe"), "tiktoken"),
+        **dict.fromkeys(("refact", "starcoder"), "smollm"),
+        "default": "gpt-2",
+    }.items():
         metadata = to_gguf(MADE[name], 700) | {"tokenizer.ggml.pre": alias}
         assert_same_ids(from_gguf(metadata, "it"), MADE[name])
+
+
+def test_what_llama_cpps_files_leave_out():
+    """Prompts of Llama 3 and of Mistral's Tekken begin with BOS, SmolLM3's do not."""
+    metadata = to_gguf(MADE["tiktoken"], 700)
+    del metadata["tokenizer.ggml.add_bos_token"]
+    for pre, add_bos in {
+        "llama-bpe": True,
+        "tekken": True,
+        "smaug-bpe": False,
+        "dbrx": False,
+    }.items():
+        assert from_gguf(metadata | {"tokenizer.ggml.pre": pre}, "it").add_bos is add_bos
+    metadata = to_gguf(MADE["smollm"], 410)
+    del metadata["tokenizer.ggml.bos_token_id"]
+    assert from_gguf(metadata, "it").bos_id == 2
+
+
+@pytest.mark.parametrize("architecture", ["llama", "phi3"])
+def test_phi_3s_file(architecture):
+    """Its unknown token is a control token, its padding unknown; special tokens strip spaces."""
+    vocabulary = MADE["sentencepiece"].vocabulary()
+    kinds = [TokenType.CONTROL, *vocabulary.token_type[1:], TokenType.CONTROL]
+    vocabulary = vocabulary._replace(
+        tokens=[*vocabulary.tokens, "<|user|>"],
+        token_type=[TokenType.UNKNOWN, *kinds[1:]],
+        scores=[*vocabulary.scores, 0.0],
+        strips_spaces=architecture == "phi3",
+    )
+    tokenizer = HuggingFaceTokenizer.from_vocabulary(vocabulary)
+    metadata = to_gguf(tokenizer, 405) | {"general.architecture": architecture}
+    assert "tokenizer.ggml.strips_spaces" not in metadata
+    kinds += [TokenType.UNKNOWN] * 4
+    actual = from_gguf(metadata | {"tokenizer.ggml.token_type": kinds}, "it")
+    assert_same_ids(actual, tokenizer)
+    assert actual.vocab_size == 401
+    text = "<|user|>\nthe fox<|user|> a"
+    ids = actual.encode_with_special_tokens(text)
+    assert ids == tokenizer.encode_with_special_tokens(text)
+    stripped = [400, *actual.encode("the fox"), 400, *actual.encode("a")]
+    assert (ids == stripped) is (architecture == "phi3")
+    assert actual.vocabulary().strips_spaces is (architecture == "phi3")
+
+
+def test_a_json_that_puts_no_space_behind_special_tokens_wins(tmp_path):
+    """As Mistral's does. The model beside it has the same tokens, and would put one."""
+    save_huggingface(MADE["sentencepiece"], tmp_path)
+    whole = json.loads((tmp_path / "tokenizer.json").read_text())
+    split = {"type": "Metaspace", "replacement": "\u2581", "split": False}
+    for scheme, kind in {"first": HuggingFaceTokenizer, "always": SentencePieceTokenizer}.items():
+        whole |= {"normalizer": None, "pre_tokenizer": split | {"prepend_scheme": scheme}}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
+        tokenizer = load_tokenizer(tmp_path)
+        assert isinstance(tokenizer, kind)
+        ids = tokenizer.encode_with_special_tokens("<s> the</s> a")
+        expected = [1, *tokenizer.encode("the"), 2, *tokenizer.encode("a")]
+        assert (ids == expected) is (scheme == "first")
+
+
+@pytest.mark.parametrize("kind", [HuggingFaceTokenizer, SentencePieceTokenizer])
+def test_marks_of_calls_are_text(kind):
+    """Also where they are special tokens; other ones are left out."""
+    vocabulary = MADE["sentencepiece"].vocabulary()
+    vocabulary = vocabulary._replace(
+        tokens=[*vocabulary.tokens, "[INST]", "[TOOL_CALLS]"],
+        token_type=[*vocabulary.token_type, TokenType.CONTROL, TokenType.CONTROL],
+        scores=[*vocabulary.scores, 0.0, 0.0],
+    )
+    tokenizer = kind.from_vocabulary(vocabulary)
+    ids = [1, 400, *tokenizer.encode("a"), 401, *tokenizer.encode("[{}]"), 401, 2]
+    assert tokenizer.decode(ids).replace(" ", "") == "a[TOOL_CALLS][{}][TOOL_CALLS]"
+    assert tokenizer.token_bytes()[[1, 400, 401]].tolist() == [0, 0, 12]
+    assert not {400, 401} & set(tokenizer.encode("[INST][TOOL_CALLS]"))
+    for count in range(len(ids)):
+        assert tokenizer.decode(ids).startswith(tokenizer.decode(ids[:count]))
 
 
 def test_gpt2s_own_json_does_not_say_that_it_splits():

@@ -1,11 +1,8 @@
-"""The tokenizers of Llama 3, Mistral (of Llama 2's kind, and Tekken), Qwen and SmolLM2 in every
-possible format.
+"""The tokenizers of Llama 3, Mistral, SmolLM2, Qwen, Phi-4 and OLMo 2 in every possible format.
 
 Marked ``real_weights``; ``python tests/fetch_real_weights.py`` fetches them.
 """
 
-import base64
-import functools
 import inspect
 import json
 import unicodedata
@@ -16,10 +13,23 @@ import sentencepiece
 import tiktoken
 import transformers
 from hard_text import HARD
-from helpers_real import real_file
+from helpers_real import (
+    ranks_of,
+    real_cl100k,
+    real_file,
+    real_o200k,
+    real_qwen,
+    real_tekken,
+)
 
 from jllama.checkpoints.gguf_file import read_gguf_file
 from jllama.data import corpus, tokens
+from jllama.templates.messages import (
+    TEMPLATES,
+    find_template,
+    template_variables,
+)
+from jllama.templates.template import render
 from jllama.tokenizers import (
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
@@ -28,9 +38,7 @@ from jllama.tokenizers import (
     save_huggingface,
     save_meta,
 )
-from jllama.tokenizers.base import BYTE_CHARS, TokenType, Vocabulary, merges_of_ranks
 from jllama.tokenizers.gguf import from_gguf, to_gguf
-from jllama.tokenizers.huggingface import PRE_TOKENIZERS
 from jllama.tokenizers.llama2c import save_llama2c_tokenizer
 from jllama.tokenizers.tiktoken import PATTERN
 
@@ -53,64 +61,15 @@ def smollm2():
     return from_gguf(metadata, "SmolLM2")
 
 
-def from_ranks(tokens, special, bos, eos, pre):
-    """The tokenizer of tokens in the order of their ranks, with special tokens before or after."""
-    texts = ["".join(BYTE_CHARS[byte] for byte in token) for token in tokens]
-    merges = merges_of_ranks(texts, {text: rank for rank, text in enumerate(texts)})
-    first = special if pre == "tekken" else []
-    last = [] if pre == "tekken" else special
-    kinds = [
-        *[TokenType.CONTROL] * len(first),
-        *[TokenType.NORMAL] * len(texts),
-        *[TokenType.CONTROL] * len(last),
-    ]
-    names = [*first, *texts, *last]
-    vocabulary = Vocabulary(
-        names, kinds, names.index(bos), names.index(eos), pre == "tekken", merges=merges, pre=pre
-    )
-    return HuggingFaceTokenizer.from_vocabulary(vocabulary)
-
-
-@functools.cache
-def qwen_ranks():
-    lines = real_file("qwen.tiktoken").read_text().splitlines()
-    return [base64.b64decode(line.split()[0]) for line in lines]
-
-
-@functools.cache
-def tekken_file():
-    return json.loads(real_file("tekken.json").read_text())
-
-
-@pytest.fixture(scope="module")
-def qwen():
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    return from_ranks(qwen_ranks(), special, "<|endoftext|>", "<|im_end|>", "qwen2")
-
-
-@pytest.fixture(scope="module")
-def tekken():
-    special = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]"]
-    special += [f"<SPECIAL_{number}>" for number in range(len(special), 1000)]
-    words = [base64.b64decode(word["token_bytes"]) for word in tekken_file()["vocab"]]
-    return from_ranks(words[: 131_072 - 1000], special, "<s>", "</s>", "tekken")
-
-
 def assert_same_ids(actual, expected):
     for text in HARD:
         assert actual.encode(text) == expected.encode(text), text
-        if not normalizes(actual):
-            assert actual.decode(actual.encode(text)) == text
+        assert actual.decode(actual.encode(text)) == text
     assert (actual.bos_id, actual.eos_id, actual.add_bos) == (
         expected.bos_id,
         expected.eos_id,
         expected.add_bos,
     )
-
-
-def normalizes(tokenizer):
-    """Whether it composes characters first, as Qwen's does."""
-    return tokenizer.decode(tokenizer.encode("e\u0301")) == "\u00e9"
 
 
 def assert_transformers_agrees(tokenizer, folder):
@@ -177,61 +136,124 @@ def test_smollm2(smollm2, tmp_path):
     assert lost == [0x04, 0x06, 0x13, 0x14, 0x16, 0x1D]
 
 
-def test_qwen(qwen, tmp_path):
-    assert qwen.vocab_size == 151_646
-    (split, _) = PRE_TOKENIZERS["qwen2"]["pretokenizers"]
-    original = tiktoken.Encoding(
-        "it",
-        pat_str=split["pattern"]["Regex"],
-        mergeable_ranks={token: rank for rank, token in enumerate(qwen_ranks())},
-        special_tokens={},
-    )
+@pytest.fixture(scope="module")
+def qwen():
+    return real_qwen()
+
+
+@pytest.fixture(scope="module")
+def tekken():
+    return real_tekken()
+
+
+CL100K = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|"
+    r"\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+)
+"""How tiktoken splits text for the ranks of Phi-4 and OLMo 2."""
+
+
+def assert_same_as_tiktoken(tokenizer, original, first_id=0, form=None):
     for text in HARD:
-        expected = original.encode_ordinary(unicodedata.normalize("NFC", text))
-        assert qwen.encode(text) == expected
-    assert qwen.encode("2026") == [17, 15, 17, 21]
-    assert not qwen.add_bos
-    assert_transformers_agrees(qwen, tmp_path / "hf")
-    fields = to_gguf(qwen, 151_936)
-    assert fields["tokenizer.ggml.pre"] == "qwen2"
-    assert_same_ids(from_gguf(fields, "it"), qwen)
+        expected = unicodedata.normalize(form, text) if form else text
+        ids = [first_id + id for id in original.encode_ordinary(expected)]
+        assert tokenizer.encode(text) == ids, text
+        assert tokenizer.decode(ids) == expected
+
+
+def original_of(name, pattern):
+    ranks = {token: rank for rank, token in enumerate(ranks_of(name))}
+    return tiktoken.Encoding("it", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+
+
+def assert_gguf_agrees(tokenizer, vocab_size, pre):
+    fields = to_gguf(tokenizer, vocab_size)
+    assert fields["tokenizer.ggml.pre"] == pre
+    actual = from_gguf(fields, "it")
+    assert [actual.encode(text) for text in HARD] == [tokenizer.encode(text) for text in HARD]
+
+
+def test_qwen(qwen, tmp_path):
+    """Its text is brought to Unicode's form C, and each digit is a token."""
+    original = original_of("qwen.tiktoken", PATTERN.replace("{1,3}", ""))
+    assert_same_as_tiktoken(qwen, original, form="NFC")
+    assert qwen.encode("Hello, world! 12") == [9707, 11, 1879, 0, 220, 16, 17]
+    assert qwen.encode_with_special_tokens("<|im_end|>") == [151_645]
+    assert_gguf_agrees(qwen, 151_936, "qwen2")
+    save_huggingface(qwen, tmp_path)
+    peer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in HARD:
+        ids = peer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        assert ids == qwen.encode(text)
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "pattern", "pre"),
+    [
+        (real_cl100k, "cl100k_base.tiktoken", CL100K, "dbrx"),
+        (real_o200k, "o200k_base.tiktoken", None, "gpt-4o"),
+    ],
+)
+def test_the_ranks_of_phi_4_and_olmo_2(make, name, pattern, pre, tmp_path):
+    tokenizer = make()
+    content = tokenizer.json
+    split = content["pre_tokenizer"]["pretokenizers"][0]
+    assert_same_as_tiktoken(tokenizer, original_of(name, pattern or split["pattern"]["Regex"]))
+    assert_gguf_agrees(tokenizer, tokenizer.vocab_size + 60, pre)
+    split |= {"behavior": "Removed", "invert": True}  # as in the published files
+    ends = tokenizer.bos_id, tokenizer.eos_id
+    published = HuggingFaceTokenizer(json.dumps(content), *ends)
+    assert [*map(published.encode, HARD)] == [*map(tokenizer.encode, HARD)]
+    assert published.vocabulary() == tokenizer.vocabulary()
 
 
 def test_tekken(tekken, tmp_path):
-    config = tekken_file()["config"]
-    words = tekken_file()["vocab"][: 131_072 - 1000]
-    original = tiktoken.Encoding(
-        "it",
-        pat_str=config["pattern"],
-        mergeable_ranks={base64.b64decode(word["token_bytes"]): word["rank"] for word in words},
-        special_tokens={},
-    )
-    for text in HARD:
-        assert tekken.encode(text) == [1000 + id for id in original.encode_ordinary(text)]
-    assert tekken.add_bos
-    assert_transformers_agrees(tekken, tmp_path / "hf")
-    fields = to_gguf(tekken, 131_072)
-    assert fields["tokenizer.ggml.pre"] == "tekken"
-    assert_same_ids(from_gguf(fields, "it"), tekken)
+    content = json.loads(real_file("tekken.json").read_bytes())
+    ranks = {bytes_: rank for rank, bytes_ in enumerate(tekken.pieces[1000:])}
+    pattern = content["config"]["pattern"]
+    original = tiktoken.Encoding("it", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    assert_same_as_tiktoken(tekken, original, first_id=1000)
+    assert (tekken.vocab_size, tekken.add_bos) == (131_072, True)
+    assert_gguf_agrees(tekken, 131_072, "tekken")
+    assert_transformers_agrees(tekken, tmp_path)
+    assert tekken.decode([1, tekken.special_tokens["[TOOL_CALLS]"], 4]) == "[TOOL_CALLS]"
 
 
-def test_mistral_v3(tmp_path):
-    """Its control tokens are special ones, whatever a user's text has."""
-    tokenizer = load_tokenizer(real_file("mistral_v3_tokenizer.model"))
-    assert tokenizer.vocab_size == 32_768
-    original = sentencepiece.SentencePieceProcessor(
-        model_file=str(real_file("mistral_v3_tokenizer.model"))
-    )
-    for text in HARD:
-        assert tokenizer.encode(text) == original.encode(text)
-    names = ["[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[TOOL_RESULTS]"]
-    for name in names:
-        id = original.piece_to_id(name)
-        assert tokenizer.special_tokens[name] == id
-        assert tokenizer.encode_with_special_tokens(f"{name}a")[0] == id
-        assert id not in tokenizer.encode(name)
-    assert_transformers_agrees(tokenizer, tmp_path / "hf")
-    assert_same_ids(from_gguf(to_gguf(tokenizer, 32_768), "it"), tokenizer)
+MISTRAL_IDS = {
+    "v3": [1, 3, 23325, 29493, 1043, 2792, 1185, 4, 24873, 29491, 2, 3, 1183, 8854, 29572, 4],
+    "tekken": [1, 3, 22177, 1044, 1285, 3238, 1543, 4, 94506, 1046, 2, 3, 1784, 17253, 1063, 4],
+}
+"""What mistral-common 1.13.1 makes of the conversation below."""
+CONVERSATION = [("user", "Hello, wörld"), ("assistant", "Fine."), ("user", "The weather?")]
+
+
+def chat_ids(tokenizer, template, messages, tools=None):
+    variables = template_variables(tokenizer, messages, True, tools)
+    return tokenizer.encode_with_special_tokens(render(template, **variables))
+
+
+@pytest.mark.parametrize("name", ["v3", "tekken"])
+def test_mistrals_conversations_are_mistral_commons(name, tekken, tmp_path):
+    """The published json of the third version puts no space behind a special token."""
+    stock = Path(__file__).parent.parent / "templates/stock"
+    messages = [{"role": role, "content": content} for role, content in CONVERSATION]
+    tokenizer = tekken
+    template = (stock / "mistral_nemo.jinja").read_text()
+    if name == "v3":
+        template = (stock / "mistral_v0.3.jinja").read_text()
+        model = load_tokenizer(real_file("mistral_v3_tokenizer.model"))
+        assert (model.special_tokens["[INST]"], model.special_tokens["[TOOL_CALLS]"]) == (3, 5)
+        assert find_template(model, None) == TEMPLATES["mistral"]
+        assert chat_ids(model, TEMPLATES["mistral"], messages) == MISTRAL_IDS[name]
+        save_huggingface(model, tmp_path)
+        content = json.loads((tmp_path / "tokenizer.json").read_text())
+        split = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first"}
+        content |= {"normalizer": None, "pre_tokenizer": split | {"split": False}}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+        tokenizer = load_tokenizer(tmp_path)
+        assert isinstance(tokenizer, HuggingFaceTokenizer)
+    assert find_template(tokenizer, None) == TEMPLATES["mistral"]
+    assert chat_ids(tokenizer, find_template(tokenizer, template), messages) == MISTRAL_IDS[name]
 
 
 @pytest.mark.parametrize("name", ["llama3", "mistral", "smollm2", "qwen", "tekken"])
