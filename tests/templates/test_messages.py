@@ -300,6 +300,8 @@ def test_what_ends_an_answer():
     assert end_of_turn_ids(LLAMA_2, (2,)) == (2,)
     assert end_of_turn_ids(CHATML, (0,)) == (0, 2)
     assert end_of_turn_ids(CHATML, (2,)) == (2,)
+    phi_3 = trained_smollm(["a"], 300, special=("<s>", "<|endoftext|>", "<|end|>"), ends=(0, 1))
+    assert end_of_turn_ids(phi_3, (1,)) == (1, 2)
     special = LLAMA_3.special_tokens
     assert set(end_of_turn_ids(LLAMA_3, ())) == {special["<|eot_id|>"], special["<|eom_id|>"]}
 
