@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin
 
 from jllama.errors import UsageError, check_fields, check_size
 from jllama.rope_scaling import MAX_SEQ_LEN, RopeScaling
@@ -321,16 +321,14 @@ LLAMA_VALUES = {
 
 def _check_extensions(config: LlamaConfig) -> None:
     """Raise ``UsageError`` for a wrong value of a field that a Llama does not have."""
-    choices = {
-        "qk_norm": ("none", "head", "whole"),
-        "norm_placement": ("before", "after"),
-        "rope_scaling_layers": ("all", "full_attention"),
-    }
-    for name, values in choices.items():
+    for field in dataclasses.fields(LlamaConfig):
+        if get_origin(field.type) is not Literal:
+            continue
+        values = get_args(field.type)
         check_fields(
             config,
             "",
-            name,
+            field.name,
             lambda value, values=values: value in values,
             "one of " + ", ".join(values),
         )

@@ -167,7 +167,9 @@ def block(
     h = rms_norm(x, w["attn_norm"], eps) if norms_inputs else x
     q, k, v = (np.tensordot(h, w[name], axes=1) for name in ("wq", "wk", "wv"))
     if config.attention_bias:
-        q, k, v = q + w["bq"], k + w["bk"], v + w["bv"]
+        q = q + w["bq"]
+        k = k + w["bk"]
+        v = v + w["bv"]
     if config.qk_norm == "head":
         q = rms_norm(q, w["q_norm"], eps)
         k = rms_norm(k, w["k_norm"], eps)

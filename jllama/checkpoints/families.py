@@ -77,26 +77,22 @@ _MISTRAL = {
     "sliding_window": 4096,
 }
 _OLMO = {"rms_norm_eps": 1e-5}
-LLAMA = Family("llama", "LlamaForCausalLM", "llama", is_interleaved=True)
+_LLAMA = Family("llama", "LlamaForCausalLM", "llama", is_interleaved=True)
 FAMILIES = {
     family.model_type: family
     for family in (
-        LLAMA,
-        Family(
-            "mistral",
-            "MistralForCausalLM",
-            "llama",
+        _LLAMA,
+        _LLAMA._replace(
+            model_type="mistral",
+            architecture="MistralForCausalLM",
             optional=("sliding_window",),
             defaults=_MISTRAL,
-            is_interleaved=True,
         ),
-        Family(
-            "ministral",
-            "MinistralForCausalLM",
-            "llama",
+        _LLAMA._replace(
+            model_type="ministral",
+            architecture="MinistralForCausalLM",
             optional=_WINDOWS,
             defaults=_MISTRAL,
-            is_interleaved=True,
         ),
         Family(
             "qwen2",
@@ -271,15 +267,16 @@ def _windows(fields: Json, family: Family, num_layers: int, source: Path) -> Jso
     return {"sliding_window": window["size"], "full_attention_layers": full}
 
 
+def multipliers(config: LlamaConfig, family: Family) -> dict[str, float]:
+    """Return the ``MULTIPLIERS`` of a model by name; the one of attention is never 0 in files."""
+    names = [name for name in MULTIPLIERS if name in family.optional]
+    return {name: getattr(config, name) or config.head_dim**-0.5 for name in names}
+
+
 def written_options(config: LlamaConfig, family: Family) -> Json:
     """Return the entries of ``config.json`` that a Llama does not have."""
     layers = range(config.num_layers)
-    entries: Json = {}
-    for name in MULTIPLIERS:
-        if name in family.optional:
-            entries[name] = getattr(config, name)
-    if "attention_multiplier" in entries and not config.attention_multiplier:
-        entries["attention_multiplier"] = config.head_dim**-0.5
+    entries: Json = multipliers(config, family)
     if "no_rope_layers" in family.optional:
         entries["no_rope_layers"] = [int(layer not in config.no_rope_layers) for layer in layers]
     if "partial_rotary_factor" in family.optional:

@@ -21,6 +21,7 @@ from jllama.checkpoints.families import (
     MULTIPLIERS,
     Family,
     family_of,
+    multipliers,
 )
 from jllama.checkpoints.gguf_file import (
     MAGIC,
@@ -434,9 +435,8 @@ def _options_to_write(config: LlamaConfig, family: Family) -> dict[str, Any]:
         JllamaError: llama.cpp runs such a model with other layers.
     """
     keys: dict[str, Any] = {}
-    for name, key in MULTIPLIERS.items():
-        if name in family.optional:
-            keys[key] = getattr(config, name) or config.head_dim**-0.5
+    for name, value in multipliers(config, family).items():
+        keys[MULTIPLIERS[name]] = value
     layers_of_llama_cpp = every_fourth(config.num_layers)
     if "no_rope_layers" in family.optional and config.no_rope_layers != layers_of_llama_cpp:
         raise JllamaError(

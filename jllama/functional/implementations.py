@@ -152,9 +152,7 @@ def attention(
     """
     seq = query.shape[2]
     kv_seq = key.shape[2]
-    if (
-        all(field is None for field in vars(mask).values()) and seq > kv_seq
-    ):  # a row attends to itself
+    if mask.is_causal and seq > kv_seq:  # a row attends to itself
         raise ValueError(
             f"attention: query is {list(query.shape)} and key {list(key.shape)}, for "
             "[batch, heads, seq, head_dim]; it fits after swapaxes(1, 2), heads before seq"
