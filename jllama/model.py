@@ -477,6 +477,18 @@ class Llama(_Module):
         with jax.named_scope("head"):
             return F.token_log_probs(self._scale(hidden), self.head, targets, self._chunk_tokens())
 
+    def score_tokens(
+        self,
+        score: Callable[[Array, Any], Any],
+        hidden: Stream,
+        targets: Any,
+    ) -> Any:
+        """Compute ``score(logits, targets)`` in chunks, see ``functional.score_tokens``."""
+        with jax.named_scope("head"):
+            return F.score_tokens(
+                score, self._scale(hidden), self.head, targets, self._chunk_tokens()
+            )
+
     def _scale(self, hidden: Float[Array, "*lead embed"]) -> Float[Array, "*lead embed"]:
         """Divide the input of the head, and so the logits, by ``logits_scaling``."""
         return multiply(hidden, 1 / self.config.logits_scaling)

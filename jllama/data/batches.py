@@ -29,6 +29,20 @@ _RowSelection = slice | Sequence[int]
 _ALL_ROWS = slice(None)
 
 
+class Sampled(NamedTuple):
+    """What training from rewards knows of a batch's answers.
+
+    Log-probabilities belong to the token of their column, and are those of the distribution that it
+    was drawn from (``jllama.functional.drawn_log_probs``), in nats; zeros elsewhere.
+    """
+
+    advantages: Any  # Float32[Array, "rows"]: how much better an answer is than those beside it
+    sampler: Any  # Float32[Array, "rows window"], as computed when the token was drawn
+    old: Any  # Float32[Array, "rows window"], by the trainer's program before the first update
+    settings: dict[str, Any]  # [rows]: temperature, other truncations, ``num_ids`` that are drawn
+    reference: Any = None  # Float32[Array, "rows window"], of the model before training
+
+
 class Batch(NamedTuple):
     """Rows of tokens to learn from, in which each token predicts the next.
 
@@ -50,6 +64,7 @@ class Batch(NamedTuple):
     segments: Any  # Int32[Array, "rows window"], 0 for padding, then 1, 2, ... in each row
     counted: Any  # Bool[Array, "rows window"]
     reference: Any = None  # Float32[Array, "rows"]
+    sampled: Sampled | None = None  # what is known of answers that the model gave
 
 
 def text_batch(

@@ -39,6 +39,7 @@ from jllama.functional.linear import (
 )
 from jllama.functional.loss import (
     linear_cross_entropy as linear_cross_entropy,
+    score_tokens as score_tokens,
     token_log_probs as token_log_probs,
 )
 from jllama.functional.sampling import (
@@ -46,6 +47,7 @@ from jllama.functional.sampling import (
     TRUNCATIONS as TRUNCATIONS,
     ban as ban,
     ban_unset as ban_unset,
+    drawn_log_probs as drawn_log_probs,
     min_p_mask as min_p_mask,
     penalize_frequency as penalize_frequency,
     penalize_presence as penalize_presence,

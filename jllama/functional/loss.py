@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -68,23 +69,40 @@ def token_log_probs(
 ) -> tuple[Float[Array, "batch seq"], Flags]:
     """Compute ``log softmax(hidden @ head)[target]``, and whether a target is the likeliest token.
 
-    Log-probabilities are float32. Logits are made in chunks as in ``linear_cross_entropy``; the
-    backward pass makes each chunk's logits again.
+    Log-probabilities are float32. Logits are made as by ``score_tokens``.
     """
-    batch, seq = targets.shape
-    length = _chunk_length(targets.shape, chunk_tokens)
+    return score_tokens(_likelihood, hidden, head, targets, chunk_tokens)
 
-    def one_chunk(chunk: tuple[Array, Array]) -> tuple[Array, Array]:
+
+def score_tokens(
+    score: Callable[[Array, Any], Any],
+    hidden: Hidden,
+    head: Head,
+    targets: Any,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> Any:
+    """Compute ``score(logits, targets)``, arrays ``[batch, seq]``, with few logits at a time.
+
+    ``targets`` is one array ``[batch, seq]`` or a tree of such. Logits are made in chunks as in
+    ``linear_cross_entropy``; the backward pass makes each chunk's logits again.
+    """
+    batch, seq, _ = hidden.shape
+    length = _chunk_length((batch, seq), chunk_tokens)
+
+    def one_chunk(chunk: tuple[Array, Any]) -> Any:
         hidden, targets = chunk
-        logits = project(hidden, head)
-        log_prob, *_ = _log_softmax(logits, targets)
-        return log_prob, jnp.argmax(logits, axis=-1) == targets
+        return score(project(hidden, head), targets)
 
     if length == seq:
         return one_chunk((hidden, targets))
-    chunks = _split(hidden, length), _split(targets, length)
+    chunks = jax.tree.map(lambda array: _split(array, length), (hidden, targets))
     results = jax.lax.map(jax.checkpoint(one_chunk), chunks)
     return jax.tree.map(lambda parts: parts.swapaxes(0, 1).reshape(batch, -1)[:, :seq], results)
+
+
+def _likelihood(logits: Array, targets: Array) -> tuple[Array, Array]:
+    log_prob, *_ = _log_softmax(logits, targets)
+    return log_prob, jnp.argmax(logits, axis=-1) == targets
 
 
 def _split(array: Array, length: int) -> Array:

@@ -151,6 +151,32 @@ def truncated_logits(
     return logits
 
 
+def drawn_log_probs(
+    logits: Logits,
+    drawn: Int[Array, "batch"],
+    temperature: Values,
+    **settings: Num[Array, "batch"],
+) -> tuple[Values, Values]:
+    """Compute the log-probability of each drawn token, and the entropy of its distribution.
+
+    The distribution is the softmax of ``truncated_logits``, which ``sample`` draws from, in nats.
+    The drawn token always counts among those that stay: where two programs round differently, one
+    of them may truncate it. Which tokens stay is a constant to gradients.
+    """
+    shifted = truncated_logits(logits, temperature)
+    kept = shifted > -jnp.inf
+    if settings:
+        kept = truncated_logits(jax.lax.stop_gradient(logits), temperature, **settings) > -jnp.inf
+    is_drawn = jnp.arange(logits.shape[-1]) == drawn[:, None]
+    shifted = jnp.where(kept | is_drawn, shifted, -jnp.inf)
+    exponentials = jnp.exp(shifted)
+    total = jnp.sum(exponentials, axis=-1)
+    log_total = jnp.log(total)
+    log_prob = jnp.sum(jnp.where(is_drawn, shifted, 0.0), axis=-1) - log_total
+    weighted = jnp.where(exponentials > 0, exponentials * shifted, 0.0)
+    return log_prob, log_total - jnp.sum(weighted, axis=-1) / total
+
+
 def sample(
     logits: Logits, keys: Key[Array, "batch"], temperature: Values, **settings: Num[Array, "batch"]
 ) -> Int[Array, "batch"]:

@@ -25,11 +25,11 @@ _BUILT_IN = {"temperature", "logit_bias", "banned_ids", "seed"}
 
 
 class DecodeBatch(NamedTuple):
-    """The rows of a batch on the device; only the host changes the last five fields."""
+    """The rows of a batch on the device; only the host changes the last six fields."""
 
     cache: KVCache  # of all tokens but the last one of each row
     tokens: Int[Array, "batch max_len"]  # prompt and generated tokens
-    log_probs: Float[Array, "batch max_len"]  # of generated tokens, from the raw logits, in nats
+    log_probs: Float[Array, "batch max_len"]  # of generated tokens, in nats, see ``drawn``
     counts: Int[Array, "batch vocab"]  # how often each token was generated
     finished: Bool[Array, "batch"]
     drafted: Int[Array, "batch"]  # tokens that prompt lookup drafted so far
@@ -38,6 +38,8 @@ class DecodeBatch(NamedTuple):
     settings: dict[str, Shaped[Array, "batch ..."]]  # SamplingParams; [batch, vocab] for token ids
     stop_ids: Int[Array, "batch stops"]  # a row ends when it draws one; padded with -1
     limits: Int[Array, "batch"]  # the lengths at which the rows end
+    # Whether ``log_probs`` are of the distribution drawn from, and not of the raw logits.
+    drawn: Bool[Array, "batch"]
     allowed: Int32[Array, "batch words"]  # one bit a token: what a grammar allows at the next step
 
 
@@ -89,6 +91,7 @@ def make_batch(
         settings=settings,
         stop_ids=stop_ids,
         limits=limits,
+        drawn=np.array([prompt.drawn_log_probs for prompt in prompts]),
         allowed=zeros((rows, -(-vocab_size // 32)), np.int32) - 1,  # every token
     )
 
@@ -196,7 +199,16 @@ def append_token(
     rows = jnp.arange(len(takes))
     lengths = batch.cache.lengths
     token = sample_tokens(logits, batch)
-    log_prob = (logits[rows, token] - jax.nn.logsumexp(logits, axis=-1)).astype(jnp.float32)
+    raw = (logits[rows, token] - jax.nn.logsumexp(logits, axis=-1)).astype(jnp.float32)
+
+    def log_prob_drawn() -> Array:
+        settings = batch.settings
+        truncations = {name: settings[name] for name in F.TRUNCATIONS if name in settings}
+        allowed = F.ban(logits, settings["banned_ids"])
+        drawn, _ = F.drawn_log_probs(allowed, token, settings["temperature"], **truncations)
+        return jnp.where(batch.drawn, drawn, raw)
+
+    log_prob = jax.lax.cond(jnp.any(batch.drawn), log_prob_drawn, lambda: raw)
     ends = jnp.any(token[:, None] == batch.stop_ids, axis=1) | (lengths + 1 >= batch.limits)
     # A slot out of range drops the token of a row that takes none.
     slot = jnp.where(takes, lengths, batch.tokens.shape[1])

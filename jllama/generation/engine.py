@@ -159,6 +159,24 @@ class Engine:
         # What the cache that prompts are computed in contains: the owner and the token ids.
         self._staged: tuple[Any, list[int]] = None, []
 
+    def replace_weights(self, model: LanguageModel, name: str = "") -> None:
+        """Generate from now on with other weights of the same shapes; nothing compiles again.
+
+        Computed prompts are forgotten, since they are those of the earlier weights.
+
+        Raises:
+            UsageError: a request is in a slot or in the queue, or the shapes differ.
+        """
+        if self.busy:
+            raise UsageError("the engine is generating: let it end before its weights change")
+        if model.config != self._base.config:
+            raise UsageError("the new weights differ in shape: make a new engine")
+        self.models[name] = model.for_decoding()
+        self._base = next(iter(self.models.values()))
+        self._weights[name] = self.models[name].decode_params, model.config
+        self._prefixes.clear()
+        self._staged = None, []
+
     @property
     def busy(self) -> bool:
         """Whether a request is in a slot or in the queue."""

@@ -110,6 +110,9 @@ class Prompt:
     stop: str | Sequence[str] = ()  # strings that end the text and are not part of it
     stop_ids: Sequence[int] | None = None  # tokens that end the text; None is the model's own
     grammar: Grammar | None = None  # what the text must match
+    # Whether log-probabilities are those of the distribution that tokens are drawn from, after
+    # temperature and truncation, and not of the raw logits.
+    drawn_log_probs: bool = False
 
     @property
     def ids(self) -> Sequence[int]:

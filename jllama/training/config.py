@@ -87,6 +87,61 @@ class OptimizerConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class GrpoConfig:
+    """Group-relative policy optimization (Shao et al. 2024, arXiv:2402.03300).
+
+    Args:
+        group_size: answers to each prompt. ``training.batch_size`` counts answers.
+        max_answer_tokens: the maximum number of tokens of an answer.
+        advantage: an answer's reward minus the mean of its group, divided by the standard deviation
+            (``group``) or not (``centered``, Dr. GRPO, arXiv:2503.20783), or minus the mean of the
+            others (``rloo``, arXiv:2402.14740).
+        normalization: the loss is the mean over all ``tokens`` (DAPO, arXiv:2503.14476), the mean
+            over ``answers`` of the mean over their tokens (GRPO), or the sum divided by the
+            ``constant`` number of answers times ``max_answer_tokens`` (Dr. GRPO).
+        clip_low: a ratio of probabilities below 1 minus this has no gradient.
+        clip_high: a ratio above 1 plus this has no gradient; DAPO takes 0.28.
+        kl: weight of the divergence from the model before training; 0 keeps no such model.
+        importance_cap: if positive, a token's loss is multiplied by the ratio of its probability in
+            the trainer to that in the sampler, at most this (Yao et al. 2025).
+        updates: updates from each batch of answers.
+        mask_overlong: whether answers that ``max_answer_tokens`` cut off have no gradient.
+        exact: sampler and trainer compute every log-probability by the same program, bit for bit.
+        eval_prompts: held-out prompts that an evaluation answers; 0 is all.
+        reward_limit_s: seconds that the reward of one prompt's answers may take.
+        reward_processes: processes that compute rewards of a Python file.
+
+    >>> jllama.GrpoConfig(group_size=16, kl=0.01).advantage
+    'group'
+    """
+
+    group_size: int = 8
+    max_answer_tokens: int = 256
+    advantage: Literal["group", "centered", "rloo"] = "group"
+    normalization: Literal["tokens", "answers", "constant"] = "tokens"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kl: float = 0.0
+    importance_cap: float = 0.0
+    updates: int = 1
+    mask_overlong: bool = True
+    exact: bool = False
+    eval_prompts: int = 64
+    reward_limit_s: float = 60.0
+    reward_processes: int = 1
+
+    def __post_init__(self) -> None:
+        check = functools.partial(check_fields, self, "training.grpo.")
+        check("group_size", lambda size: size >= 2, "at least 2, to compare answers")
+        counts = "max_answer_tokens updates reward_processes"
+        check(counts, lambda value: value >= 1, "at least 1")
+        check("kl importance_cap eval_prompts", lambda value: 0 <= value < 2**31, "0 or positive")
+        check("clip_low", lambda value: 0 <= value <= 1, "between 0 and 1")
+        check("clip_high", lambda value: 0 <= value < math.inf, "0 or positive, and finite")
+        check("reward_limit_s", lambda value: 0 < value < math.inf, "positive and finite")
+
+
+@dataclasses.dataclass(frozen=True)
 class LoopConfig:
     """How long to train, on how much at a time, and what to do in between.
 
@@ -119,6 +174,7 @@ class LoopConfig:
         z_loss: weight of the squared log-normalizer in the loss.
         dpo_beta: weight of the log-probabilities against the reference model in preference training
             (arXiv:2305.18290, eq. 7); the higher, the nearer the model stays to where it began.
+        grpo: how to learn from rewards.
         dtype: of activations, and of weights in matrix products; ``auto`` is bfloat16 on GPU and
             TPU, float32 on CPU.
         attention: ``reference``, ``blocked``, ``xla`` or another name in ``functional.ATTENTION``;
@@ -163,6 +219,7 @@ class LoopConfig:
     spike_factor: float = 0.0
     z_loss: float = 0.0
     dpo_beta: float = 0.1
+    grpo: GrpoConfig = dataclasses.field(default_factory=GrpoConfig)
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     attention: str = "auto"
     deterministic: bool | Literal["auto"] = "auto"

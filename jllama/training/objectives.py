@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jllama import functional as F
+from jllama.data.batches import Sampled
 from jllama.model import Llama
 from jllama.training.config import LoopConfig
 
@@ -26,6 +28,8 @@ class Targets(NamedTuple):
     # Targets that take part in the loss, each in its input's segment.
     counted: Bool[Array, "rows seq"]
     reference: Float[Array, "rows"] | None  # of pairs of answers, see ``jllama.data.batches.Batch``
+    # Of answers that the model gave; its arrays ``[rows, seq]`` are those of the targets.
+    sampled: Sampled | None = None
 
 
 Scalar = Float[Array, ""]
@@ -76,6 +80,82 @@ def preference(forward: Forward, batch: Targets, options: LoopConfig) -> Sums:
     return loss_sum, num_pairs, {name: total(values) for name, values in figures.items()}
 
 
+def grpo(forward: Forward, batch: Targets, options: LoopConfig) -> Sums:
+    """Sum the loss of group-relative policy optimization over the tokens of answers.
+
+    ``ratio = exp(new - old)`` is that of a token's probability now to that before the first update.
+    Its loss is ``-min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A)`` with the advantage
+    ``A`` of its answer (arXiv:2402.03300, equation 3), plus ``kl`` times ``exp(d) - d - 1`` with
+    ``d = reference - new`` (equation 4). See ``jllama.GrpoConfig`` for the options.
+    """
+    assert batch.sampled is not None
+    sampled = batch.sampled
+    settings = options.grpo
+    log_probs, entropy = drawn_scores(forward, batch)
+
+    # The loss of each token.
+    advantages = sampled.advantages[:, None]
+    ratio = jnp.exp(jnp.where(batch.counted, log_probs - sampled.old, 0.0))
+    clipped_ratio = jnp.clip(ratio, 1 - settings.clip_low, 1 + settings.clip_high)
+    losses = -jnp.minimum(ratio * advantages, clipped_ratio * advantages)
+    figures = {"entropy": entropy, "clipped": clipped_ratio * advantages < ratio * advantages}
+    if settings.importance_cap:
+        weights = jnp.exp(jnp.where(batch.counted, sampled.old - sampled.sampler, 0.0))
+        losses = losses * jnp.minimum(weights, settings.importance_cap)
+    if sampled.reference is not None:
+        difference = jnp.where(batch.counted, sampled.reference - log_probs, 0.0)
+        divergence = jnp.exp(difference) - difference - 1
+        losses = losses + settings.kl * divergence
+        figures["kl"] = divergence
+
+    # Their sum, and what it is divided by.
+    num_tokens = jnp.sum(batch.counted, axis=1, dtype=jnp.float32)
+    per_token = jnp.ones_like(num_tokens)
+    count = jnp.sum(num_tokens)
+    if settings.normalization != "tokens":
+        per_token = 1 / jnp.maximum(num_tokens, 1.0)
+        count = jnp.sum(jnp.any(batch.segments != 0, axis=1), dtype=jnp.float32)
+
+    def total(values: Array, weights: Array) -> Array:
+        return jnp.sum(jnp.where(batch.counted, weights[:, None] * values, 0.0))
+
+    loss_weights = per_token
+    if settings.normalization == "constant":
+        loss_weights = jnp.full_like(per_token, 1 / settings.max_answer_tokens)
+    means = {name: total(values, per_token) for name, values in figures.items()}
+    return total(losses, loss_weights), count, means
+
+
+def drawn_scores(
+    forward: Forward, batch: Targets
+) -> tuple[Float[Array, "rows seq"], Float[Array, "rows seq"]]:
+    """Return each target's log-probability, and the entropy, in what it was drawn from."""
+    assert batch.sampled is not None
+    llama, hidden = forward(batch)
+    shape = batch.targets.shape
+    settings = {
+        name: jnp.broadcast_to(values[:, None], shape)
+        for name, values in batch.sampled.settings.items()
+    }
+    return llama.score_tokens(drawn_score, hidden, (batch.targets, settings))
+
+
+def drawn_score(
+    logits: Float[Array, "*lead vocab"], drawn: tuple[Array, dict[str, Array]]
+) -> tuple[Float[Array, "*lead"], Float[Array, "*lead"]]:
+    """Compute ``functional.drawn_log_probs`` of tokens with their settings.
+
+    Ids from ``num_ids`` on are no tokens of the tokenizer and never drawn.
+    """
+    targets, settings = jax.tree.map(jnp.ravel, drawn)
+    num_ids = settings.pop("num_ids")
+    flat = logits.reshape(-1, logits.shape[-1])
+    flat = F.ban(flat, jnp.arange(flat.shape[1]) >= num_ids[:, None])
+    scores = F.drawn_log_probs(flat, targets, **settings)
+    log_probs, entropy = (values.reshape(logits.shape[:-1]) for values in scores)
+    return log_probs, entropy
+
+
 def row_log_probs(forward: Forward, batch: Targets) -> Float[Array, "rows"]:
     """Return the summed log-probability of each row's counted targets, in nats."""
     llama, hidden = forward(batch)
@@ -83,7 +163,11 @@ def row_log_probs(forward: Forward, batch: Targets) -> Float[Array, "rows"]:
     return jnp.sum(jnp.where(batch.counted, log_probs, 0.0), axis=1)
 
 
-OBJECTIVES: dict[str, Objective] = {"next_token": next_token, "preference": preference}
+OBJECTIVES: dict[str, Objective] = {
+    "next_token": next_token,
+    "preference": preference,
+    "grpo": grpo,
+}
 """Objectives by the names that ``training.objective`` takes. To add one, see docs/extend.md::
 
     jllama.OBJECTIVES["mine"] = lambda forward, batch, options: (loss_sum, count, {})

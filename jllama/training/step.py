@@ -33,7 +33,15 @@ from jllama.model import LayerGather, Llama, build_model, check_attention, check
 from jllama.parameters import Params
 from jllama.sharding import BATCH, gather_groups, make_mesh, ruleset, state_sharding
 from jllama.training.config import LoopConfig, TrainConfig
-from jllama.training.objectives import OBJECTIVES, Objective, Scalar, Sums, Targets, row_log_probs
+from jllama.training.objectives import (
+    OBJECTIVES,
+    Objective,
+    Scalar,
+    Sums,
+    Targets,
+    drawn_scores,
+    row_log_probs,
+)
 from jllama.training.optimizer import make_optimizer
 from jllama.training.parallel import BY_HAND, Parallelism
 from jllama.training.trainable import Trainable, trainable_of
@@ -89,12 +97,15 @@ class Training(NamedTuple):
       without z-loss.
     - ``log_probs(params, batch, base=None)``: the summed log-probability of each row's targets,
       ``[rows]``.
+    - ``drawn_log_probs(params, batch, base=None)``: the log-probability of each target of a batch
+      with ``sampled``, ``[rows, seq]``.
     """
 
     init: Any
     step: Any
     evaluate: Any
     log_probs: Any
+    drawn_log_probs: Any
     mesh: Mesh
     shardings: TrainState
     batch_sharding: NamedSharding
@@ -191,19 +202,27 @@ def map_over_devices(
 
 def targets_of(setup: Setup, batch: Batch) -> Targets:
     """Return inputs and targets: token ``t`` predicts token ``t + 1`` of its segment."""
-    if batch.reference is not None and setup.parallel.mesh.shape["sequence"] > 1:
+    has_answers = batch.reference is not None or batch.sampled is not None
+    if has_answers and setup.parallel.mesh.shape["sequence"] > 1:
         raise UsageError(
-            "mesh.sequence is over 1, and pairs of answers cannot be split along it: leave it out"
+            "mesh.sequence is over 1, and answers cannot be split along it: leave it out"
         )
     same_segment = batch.segments[:, :-1] == batch.segments[:, 1:]
     counted = batch.counted[:, 1:] & same_segment
+    sampled = jax.tree.map(_of_targets, batch.sampled)
     return Targets(
         inputs=batch.tokens[:, :-1],
         targets=batch.tokens[:, 1:],
         segments=batch.segments[:, :-1],
         counted=counted,
         reference=batch.reference,
+        sampled=sampled,
     )
+
+
+def _of_targets(array: Array) -> Array:
+    """Return the columns ``[rows, seq]`` of the targets; ``[rows]`` stays."""
+    return array[:, 1:] if array.ndim > 1 else array
 
 
 def local_gradients(
@@ -248,6 +267,13 @@ def choose_objective(options: LoopConfig, targets: Targets) -> Objective:
     name = options.objective
     if name == "auto":
         name = "next_token" if targets.reference is None else "preference"
+        if targets.sampled is not None:
+            name = "grpo"
+    if name == "grpo" and targets.sampled is None:
+        raise UsageError(
+            "training.objective is grpo, and the batch has no answers of the model: "
+            "give reward and prompts, or another objective"
+        )
     if name == "preference" and targets.reference is None:
         raise UsageError(
             "training.objective is preference, and the data has no pairs of answers: leave it out"
@@ -366,6 +392,15 @@ def local_log_probs(
     return row_log_probs(functools.partial(forward_pass, setup, weights, variables), targets)
 
 
+def local_drawn_log_probs(
+    setup: Setup, weights: Params, variables: Params, targets: Targets
+) -> Float[Array, "rows seq"]:
+    """Return each target's log-probability in what it was drawn from, of this device's rows."""
+    forward = functools.partial(forward_pass, setup, weights, variables)
+    log_probs, _ = drawn_scores(forward, targets)
+    return log_probs
+
+
 # Compilation
 
 
@@ -463,6 +498,7 @@ def compile_training(
         CheckedStep(step, config.model),
         compile_scoring(local_evaluation, PartitionSpec()),
         compile_scoring(local_log_probs, BATCH),
+        compile_scoring(local_drawn_log_probs, BATCH),
         mesh,
         shardings,
         batch_sharding,
