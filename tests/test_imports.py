@@ -19,7 +19,7 @@ FLOORS = [
     {"config", "cache"},
     {"presets", "parameters", "oracle", "tokenizers"},
     {"templates", "grammar"},
-    {"sharding", "distributed", "decode_params", "lora", "data", "remat"},
+    {"sharding", "distributed", "decode_params", "lora", "data", "remat", "rewards"},
     {"model"},
     {"capture", "programs"},
     {"language_model"},

@@ -280,6 +280,10 @@ class TrainConfig:
             unless ``yes`` is set.
         yes: overwrite without asking.
         sampling: how the text sampled at each evaluation is drawn.
+        reward: how answers to the prompts of ``data.path`` are rewarded, which trains by
+            ``training.grpo``: a function in a file (``my_rewards.py:score``), ``exact``,
+            ``number``, ``regex``, ``json``, ``expression`` or ``length``; or several with their
+            weights (``{"number": 1, "length:200": 0.1}``).
         logger: where metrics also go, as they come: ``tensorboard``, ``wandb``, ``trackio``, or
             nowhere.
         lora: train adapters of the weights of ``init_from``, instead of the weights.
@@ -304,6 +308,7 @@ class TrainConfig:
     sampling: SamplingParams = dataclasses.field(
         default_factory=lambda: SamplingParams(temperature=0.8, top_p=0.95)
     )
+    reward: str | dict[str, float] = ""
     logger: str = ""
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
@@ -324,7 +329,42 @@ class TrainConfig:
             check_fields(
                 self, "", "rope_factor", lambda factor: factor is None, "left out without init_from"
             )
+        if self.reward:
+            self._check_rewards()
         check_fields(self, "", "seed", lambda seed: 0 <= seed < 2**32, "between 0 and 2**32 - 1")
+
+    def _check_rewards(self) -> None:
+        """Raise ``UsageError`` if the options do not fit training from rewards."""
+        check_fields(self, "", "init_from", bool, "the model that answers, since reward is given")
+        expected = "finite numbers by the names of rewards"
+        check_fields(
+            self,
+            "",
+            "reward",
+            lambda _: all(math.isfinite(weight) for weight in self.rewards.values()),
+            expected,
+        )
+        check = functools.partial(check_fields, self.training, "training.")
+        check("objective", lambda name: name in ("auto", "grpo"), "auto or grpo, with reward")
+        size = self.training.grpo.group_size
+        check(
+            "batch_size",
+            lambda answers: answers % size == 0,
+            f"a multiple of training.grpo.group_size, {size}: it counts answers",
+        )
+        updates = self.training.grpo.updates
+        check(
+            "steps eval_every save_every",
+            lambda steps: steps % updates == 0,
+            f"a multiple of training.grpo.updates, {updates}, so that no batch is left half used",
+        )
+
+    @property
+    def rewards(self) -> dict[str, float]:
+        """The weights of rewards by their specifications; empty without ``reward``."""
+        if isinstance(self.reward, str):
+            return {self.reward: 1.0} if self.reward else {}
+        return self.reward
 
     @property
     def trains_adapters(self) -> bool:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,6 +16,7 @@ from jllama import distributed
 from jllama.checkpoints.run import CHECKPOINTS, METRICS, SAMPLES
 from jllama.data.batches import Batch
 from jllama.data.datasets import GZIP, BatchSource, ChatDataset
+from jllama.data.prompts import PromptDataset
 from jllama.devices import device_memory_bytes, peak_bytes, program_bytes
 from jllama.errors import JllamaError, UsageError, shell_command
 from jllama.generation.generate import generate
@@ -31,9 +32,14 @@ from jllama.training.config import TrainConfig
 from jllama.training.metrics import Evaluation, evaluate, figures_text, summarize
 from jllama.training.opening import Run, autotuning_options, open_run
 from jllama.training.optimizer import learning_rate_at
+from jllama.training.rollouts import Rollouts, rollout_record
 from jllama.training.run_folder import SKIPPED, is_out_of_patience
-from jllama.training.step import StepMetrics, compile_training, put_on_devices
+from jllama.training.step import StepMetrics, TrainState, compile_training, put_on_devices
 from jllama.training.tracker import Callback, Event
+
+
+SHOWN_ANSWERS = 8
+"""How many answers to held-out prompts are shown side by side over time."""
 
 
 def train(
@@ -111,7 +117,8 @@ def take_steps(run: Run) -> None:
         # Several processes wait for each other to learn of signals, so they ask less often.
         if jax.process_count() == 1 or run.step % options.log_every == 0:
             pauses = is_stopping(run) or pauses
-        if pauses:
+        is_between = not isinstance(run.batches, Rollouts) or run.batches.is_between
+        if pauses and is_between:
             log(run)
             has_ended = pause(run)
             run.recent = []
@@ -143,7 +150,7 @@ def pause(run: Run) -> bool:
 
     if is_due(run, SAMPLES) and not run.stop_signal:
         with tracker.attempt("sampling", run.step):
-            if options.sample_tokens:
+            if options.sample_tokens and not isinstance(run.batches, Rollouts):
                 sample(run)
             run.done[SAMPLES] = run.step
         with tracker.attempt("reporting", run.step):
@@ -196,7 +203,10 @@ def is_stopping(run: Run) -> bool:
 def next_batch(run: Run) -> Batch:
     """Return the next batch, checked; if that fails, first log and save the steps so far."""
     try:
-        batch = next(run.batches)
+        if isinstance(run.batches, Rollouts):
+            batch = run.batches.next_batch(run.training, run.state, run.step)
+        else:
+            batch = next(run.batches)
         check_batch(run, batch)
         return batch
     except Exception as error:
@@ -305,6 +315,8 @@ def log(run: Run) -> None:
     learning_rate = learning_rate_at(run.step - 1, config.optimizer, config.training.steps)
     record["learning_rate"] = float(learning_rate)
     peak = peak_bytes(run.training.mesh.local_devices)
+    if isinstance(run.batches, Rollouts):
+        record |= rollout_record(run.batches.take_records(), elapsed_s, record)
     record |= {
         "planned_bytes": run.planned_bytes,
         "peak_bytes": peak,
@@ -337,6 +349,8 @@ def log_skipped(run: Run, step: int, metrics: StepMetrics, batch: Batch) -> None
     tracker.write(step, skipped=True, loss=loss, grad_norm=norm)
     tracker.write(step, SKIPPED, tokens=np.asarray(batch.tokens).tolist())
     problem = "the loss or its gradient is not a finite number"
+    if isinstance(run.batches, Rollouts):
+        problem = run.batches.problems.pop(step, problem)
     if loss is not None and norm is not None:
         problem = f"the gradient's norm, {norm:.3g}, is a spike"
     tracker.say(f"step {step} is left out, its batch is in {SKIPPED}: {problem}", "yellow")
@@ -353,7 +367,7 @@ def evaluate_now(run: Run) -> Evaluation | None:
     stopping = functools.partial(is_stopping, run)
     evaluation = None
     with tracker.attempt("evaluating", run.step):
-        evaluation = evaluate(run.training, run.data, run.config, run.state, max_tokens, stopping)
+        evaluation = evaluate_state(run, run.state, max_tokens, stopping)
     if evaluation is None:
         return None
     if not math.isfinite(evaluation.validation_loss):
@@ -364,6 +378,25 @@ def evaluate_now(run: Run) -> Evaluation | None:
     tracker.say(f"step {run.step}: {evaluation}", "bold")
     notify(run, "evaluation", record)
     return evaluation
+
+
+def evaluate_state(
+    run: Run, state: TrainState, max_tokens: int, should_stop: Callable[[], bool]
+) -> Evaluation | None:
+    """Evaluate a state on ``max_tokens`` tokens, or on prompts; 0 means all.
+
+    With rewards, what the checkpoints are compared by is minus the mean reward.
+    """
+    if not isinstance(run.batches, Rollouts):
+        assert not isinstance(run.data, PromptDataset)
+        return evaluate(run.training, run.data, run.config, state, max_tokens, should_stop)
+    num_prompts = run.config.training.grpo.eval_prompts if max_tokens else 0
+    figures, samples = run.batches.evaluate(state, num_prompts)
+    if max_tokens:
+        for answer in samples[:SHOWN_ANSWERS]:
+            prompt = run.data.tokenizer.decode(answer.prompt.ids)
+            run.tracker.write(run.step, SAMPLES, prompt=prompt, text=answer.text)
+    return Evaluation(-figures["reward"], None, None, figures)
 
 
 def evaluate_best(run: Run) -> Evaluation | None:
@@ -378,7 +411,7 @@ def evaluate_best(run: Run) -> Evaluation | None:
     if not (run.stop_signal or best_step in (None, run.step)):
         state, _ = restore_state(checkpoints, run.training, best_step, state.base)
     stopping = functools.partial(is_stopping, run)
-    final = evaluate(run.training, run.data, run.config, state, 0, stopping)
+    final = evaluate_state(run, state, 0, stopping)
     if final is not None:
         tracker.write(run.step, best_step=best_step, final=dataclasses.asdict(final))
         tracker.report()

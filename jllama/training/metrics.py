@@ -30,10 +30,13 @@ class Evaluation:
     validation_figures: dict[str, float] | None = None
 
     def __str__(self) -> str:
+        figures = self.validation_figures or {}
+        if "reward" in figures:
+            return f"held-out prompts{figures_text(figures)[1:]}"
         text = f"validation loss {self.validation_loss:.4f}"
         if self.perplexity is not None:
             text += f", perplexity {self.perplexity:.2f}, {self.bits_per_byte:.3f} bits per byte"
-        return text + figures_text(self.validation_figures)
+        return text + figures_text(figures)
 
 
 def figures_text(means: dict[str, float] | None) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
 from jax.experimental.multihost_utils import process_allgather
@@ -18,6 +19,7 @@ from jllama.checkpoints.run_checkpoints import RunCheckpoints
 from jllama.checkpoints.tensors import Checkpoint, base_fingerprint, load_params
 from jllama.data.batches import Batch, chat_validation_batches
 from jllama.data.datasets import BatchSource, ChatDataset, TrainingData
+from jllama.data.prompts import PromptDataset
 from jllama.data.tokens import SPLITS
 from jllama.devices import (
     describe_devices,
@@ -29,19 +31,23 @@ from jllama.devices import (
 )
 from jllama.errors import UsageError, shell_command
 from jllama.files import atomic_write, errors_as, read_lines
+from jllama.language_model import LanguageModel
 from jllama.loggers import check_logger
 from jllama.model import check_attention
 from jllama.parameters import count_parameters
 from jllama.progress import progress
 from jllama.report import run_facts
+from jllama.rewards import Scorer
 from jllama.sharding import ruleset
 from jllama.tokenizers import has_tokenizer
+from jllama.templates.messages import chat_format
 from jllama.training import run_folder
 from jllama.training.checkpointing import check_origin, restore_state
 from jllama.training.config import TrainConfig
 from jllama.training.metrics import Evaluation
 from jllama.training.optimizer import make_optimizer
 from jllama.training.resolve import resolve
+from jllama.training.rollouts import Rollouts, Sampler, drawn_settings
 from jllama.training.step import (
     StepMetrics,
     Training,
@@ -61,7 +67,7 @@ class Run:
     """A training run: its parts, and where it stands."""
 
     config: TrainConfig
-    data: TrainingData
+    data: TrainingData | PromptDataset
     origin: Checkpoint | None  # the checkpoint of ``init_from``
     training: Training
     base_fingerprint: str | None  # of the weights under adapters
@@ -122,7 +128,8 @@ def open_run(
     training = compile_training(config, compiler_options=autotuning_options(config, folder))
     check_memory(config, training)
     state = None
-    if config.trains_adapters or not resumes:
+    has_reference = isinstance(data, PromptDataset) and config.training.grpo.kl > 0
+    if config.trains_adapters or has_reference or not resumes:
         state = load_initial_state(config, training, origin)
     if replaces:
         run_folder.clear(folder)
@@ -131,7 +138,11 @@ def open_run(
         data = add_reference_log_probs(data, folder, config, training, initial)
 
     # The checkpoint to resume from.
-    batches = open_batches(data, config, training)
+    if isinstance(data, PromptDataset):
+        assert origin is not None
+        batches = open_rollouts(data, config, training, origin, state if has_reference else None)
+    else:
+        batches = open_batches(data, config, training)
     tracker = Tracker(config, folder, console, callbacks)
     fingerprint = base_fingerprint(origin) if config.trains_adapters and origin else None
     checkpoints = RunCheckpoints(folder / CHECKPOINTS, config.training.keep_last)
@@ -304,6 +315,30 @@ def add_reference_log_probs(
         dataclasses.replace(getattr(data, split), reference=references[split]) for split in SPLITS
     )
     return dataclasses.replace(data, train=train, validation=validation)
+
+
+def open_rollouts(
+    data: PromptDataset,
+    config: TrainConfig,
+    training: Training,
+    origin: Checkpoint,
+    initial: TrainState | None,
+) -> Rollouts:
+    """Return batches of the model's own answers; ``initial`` is the reference model's state."""
+    if jax.process_count() > 1:
+        raise UsageError(f"reward is {config.reward}; it must be left out with several processes")
+    grpo = config.training.grpo
+    drawn_settings(config.sampling, 1, data.tokenizer.vocab_size)  # raises if one does not fit
+    limits: Any = {"limit_s": grpo.reward_limit_s, "num_processes": grpo.reward_processes}
+    scorer = Scorer(config.rewards, **limits)
+    template, stop_ids = chat_format(data.tokenizer, origin.chat_template, origin.stop_ids)
+    model = LanguageModel(config.model, {}, data.tokenizer, template, stop_ids)
+    reference = None
+    if initial:
+        # The step donates its state, so that the reference needs arrays of its own.
+        reference = jax.tree.map(jnp.copy, initial.params), initial.base
+    sampler = Sampler(model, config, training)
+    return Rollouts(data, config, sampler, scorer, reference)
 
 
 def open_batches(data: TrainingData, config: TrainConfig, training: Training) -> Any:

@@ -11,9 +11,10 @@ from jllama.config import LlamaConfig
 from jllama.data.batches import num_epoch_rows
 from jllama.data.chats import data_task, prepare_chats
 from jllama.data.config import DataConfig
+from jllama.data.prompts import prepare_prompts
 from jllama.data.datasets import BatchSource, TrainingData
 from jllama.data.tokens import prepare_data
-from jllama.errors import UsageError, no_tokenizer
+from jllama.errors import UsageError, check_fields, no_tokenizer
 from jllama.generation.text import prompt_ids
 from jllama.presets import preset
 from jllama.templates.messages import chat_format, find_template
@@ -37,6 +38,8 @@ def resolve(
     """
     # The model and the tokenizer.
     task = "batches" if source else data_task(config.data)
+    if config.reward:
+        task = "prompt"
     if task in ("chat", "preference") and not config.init_from:
         raise UsageError(
             f"init_from is empty; it must be a model to begin from, since data.task is {task}"
@@ -67,6 +70,21 @@ def resolve(
         data = prepare_data(config.data, tokenizer)
         config = _with_sizes(config, data.tokenizer, origin)
         num_rows = len(data.train) / config.training.seq_len
+    elif task == "prompt":
+        assert origin is not None
+        assert tokenizer is not None
+        config = _with_sizes(config, tokenizer, origin)
+        template, _ = chat_format(tokenizer, origin.chat_template, origin.stop_ids)
+        max_prompt_tokens = config.training.seq_len + 1 - config.training.grpo.max_answer_tokens
+        check_fields(
+            config.training.grpo,
+            "training.grpo.",
+            "max_answer_tokens",
+            lambda _: max_prompt_tokens >= 1,
+            f"at most training.seq_len, {config.training.seq_len}, which prompt and answer share",
+        )
+        data = prepare_prompts(config.data, tokenizer, template, max_prompt_tokens)
+        num_rows = len(data.train) * config.training.grpo.group_size
     else:
         assert origin is not None
         assert tokenizer is not None
@@ -156,6 +174,8 @@ def _with_steps(config: TrainConfig, num_rows: float, folder: Path | None) -> Tr
     options = config.training
     optimizer = config.optimizer
     steps = math.ceil(options.epochs * num_rows / options.batch_size) or options.steps
+    if config.reward:
+        steps += -steps % options.grpo.updates
     options = dataclasses.replace(options, steps=steps, epochs=0.0)
     if optimizer.schedule != "cosine" and not optimizer.warmup_steps:
         # A resumed run keeps the steps of its warm-up, so that more steps change no past learning

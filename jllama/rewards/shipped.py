@@ -1,0 +1,152 @@
+"""Rewards that come with jllama; each can be verified without a model."""
+
+import functools
+import importlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jllama.errors import JllamaError, UsageError
+from jllama.files import errors_as
+from jllama.templates.template import render
+
+Reward = Callable[[Any, Sequence[str], Mapping[str, Any]], Sequence[float]]
+"""``(prompt, answers, row) -> scores``, one for each answer."""
+
+_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[-+]?\.\d+")
+
+
+def field(row: Mapping[str, Any], name: str) -> Any:
+    """Return a field of a record; raise ``JllamaError`` if it is missing."""
+    if name not in row:
+        raise JllamaError(f"the row has no field {name}, but {', '.join(row)}")
+    return row[name]
+
+
+def exact(argument: str) -> Reward:
+    """Reward answers that equal the field ``answer``, or the one named, but for outer spaces."""
+    name = argument or "answer"
+
+    def score(prompt: Any, answers: Sequence[str], row: Mapping[str, Any]) -> list[float]:
+        expected = str(field(row, name)).strip()
+        return [float(answer.strip() == expected) for answer in answers]
+
+    return score
+
+
+def number(argument: str) -> Reward:
+    """Reward answers whose last number is that of the field ``answer``, or the one named.
+
+    Numbers may have signs, decimals, and commas between thousands.
+    """
+    name = argument or "answer"
+
+    def score(prompt: Any, answers: Sequence[str], row: Mapping[str, Any]) -> list[float]:
+        expected = last_number(str(field(row, name)))
+        if expected is None:
+            raise JllamaError(f"the row's field {name} has no number")
+        return [float(last_number(answer) == expected) for answer in answers]
+
+    return score
+
+
+def last_number(text: str) -> float | None:
+    """Return the last number in a text, or None."""
+    matches = _NUMBER.findall(text)
+    return float(matches[-1].replace(",", "")) if matches else None
+
+
+def regex(argument: str) -> Reward:
+    """Reward answers that the pattern, or that in the field ``pattern``, matches as a whole."""
+    if argument:
+        _compile(argument)  # raises
+
+    def score(prompt: Any, answers: Sequence[str], row: Mapping[str, Any]) -> list[float]:
+        pattern = _compile(argument or str(field(row, "pattern")))
+        return [float(pattern.fullmatch(answer.strip()) is not None) for answer in answers]
+
+    return score
+
+
+@functools.lru_cache
+def _compile(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise UsageError(f"the pattern {pattern!r} is no regular expression: {error}") from error
+
+
+def json_by_schema(argument: str) -> Reward:
+    """Reward answers that are JSON by the schema in a file, or in the field ``schema``."""
+    try:
+        jsonschema: Any = importlib.import_module("jsonschema")
+    except ImportError as error:
+        raise JllamaError("the reward json needs pip install 'jllama[rewards]'") from error
+    schema = None
+    if argument:
+        with errors_as(argument, OSError, ValueError):
+            schema = json.loads(Path(argument).read_text(encoding="utf-8"))
+
+    def score(prompt: Any, answers: Sequence[str], row: Mapping[str, Any]) -> list[float]:
+        wanted = field(row, "schema") if schema is None else schema
+        kind = jsonschema.validators.validator_for(wanted)
+        kind.check_schema(wanted)
+        return [float(_is_valid(kind(wanted), answer)) for answer in answers]
+
+    return score
+
+
+def _is_valid(validator: Any, answer: str) -> bool:
+    try:
+        return validator.is_valid(json.loads(answer, parse_constant=_refuse))
+    except (ValueError, RecursionError):
+        return False
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def expression(argument: str) -> Reward:
+    """Reward answers by an expression of ``answer``, ``prompt`` and ``row``.
+
+    It is evaluated in the sandbox of chat templates, whose language is nearly Python's.
+    """
+    if not argument:
+        raise UsageError("the reward expression needs one: expression:answer == row.answer")
+    template = f"{{% for answer in answers %}}{{{{ ({argument}) | tojson }}}}\n{{% endfor %}}"
+
+    def score(prompt: Any, answers: Sequence[str], row: Mapping[str, Any]) -> list[float]:
+        text = render(template, prompt=prompt, answers=[*answers], row={**row})
+        return [json.loads(line) for line in text.splitlines()]
+
+    return score
+
+
+def length(argument: str) -> Reward:
+    """Subtract the share by which an answer is longer than so many characters, at most 1."""
+    if not argument.isdigit() or not int(argument):
+        raise UsageError(f"the reward length has {argument!r}; it needs a number: length:200")
+    limit = int(argument)
+
+    def score(prompt: Any, answers: Sequence[str], row: Mapping[str, Any]) -> list[float]:
+        return [-min(max(len(answer) - limit, 0) / limit, 1.0) for answer in answers]
+
+    return score
+
+
+REWARDS: dict[str, Callable[[str], Reward]] = {
+    "exact": exact,
+    "number": number,
+    "regex": regex,
+    "json": json_by_schema,
+    "expression": expression,
+    "length": length,
+}
+"""Rewards by name. An entry takes the text after the colon of ``name:text``, which may be empty. To
+add one::
+
+    jllama.REWARDS["short"] = lambda text: lambda prompt, answers, row: [-len(a) for a in answers]
+"""

@@ -1,0 +1,60 @@
+"""A process that computes rewards: it may hang or die without the run.
+
+Its argument is the specification of a reward. It answers each line
+of its input, JSON of ``[prompt, answers, row]``, with a line: JSON of the scores, or of an error.
+"""
+
+import importlib
+import importlib.util
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def load_function(spec: str) -> Any:
+    """Return the function of ``file.py:name``, with the file's folder on the search path.
+
+    Other specifications are those of shipped rewards.
+    """
+    path, _, name = spec.rpartition(":")
+    if not path.endswith(".py"):
+        shipped = importlib.import_module("jllama.rewards.shipped")
+        name, _, argument = spec.partition(":")
+        return shipped.REWARDS[name](argument)
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    module_spec = importlib.util.spec_from_file_location("rewards_of_the_user", path)
+    assert module_spec is not None
+    assert module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module
+    module_spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+def main(spec: str) -> None:
+    """Answer requests until the input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for the parent
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what a reward prints is no reply
+    function = None
+    try:
+        function = load_function(spec)
+        reply: Any = {"ready": True}
+    except BaseException as error:
+        reply = {"error": f"{type(error).__name__}: {error}"}
+    print(json.dumps(reply), file=replies, flush=True)
+    for line in sys.stdin:
+        try:
+            assert function is not None
+            scores = function(*json.loads(line))
+            reply = {"scores": [float(score) for score in scores]}
+        except Exception as error:
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(reply), file=replies, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

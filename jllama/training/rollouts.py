@@ -1,0 +1,392 @@
+"""Batches for training from rewards: the current model answers prompts, and rewards score them.
+
+One batch, from top to bottom::
+
+    Rollouts.next_batch        prompts of the data, in random order
+        Sampler.answer         the engine answers each ``group_size`` times, with the step's weights
+        Scorer.score           rewards of the answers, and from them advantages within a group
+        Training.drawn_log_probs   the trainer's log-probabilities, compared with the sampler's
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Float
+
+from jllama.data.batches import Batch, Sampled
+from jllama.data.prompts import PromptDataset, PromptRow
+from jllama.decode_params import DecodeParams, decode_layout
+from jllama.errors import UsageError
+from jllama.functional import TRUNCATIONS
+from jllama.functional.shapes import power_of_two_at_least
+from jllama.generation.engine import Engine
+from jllama.generation.requests import Answer, Request, Row
+from jllama.generation.sampling_params import Prompt, SamplingParams
+from jllama.language_model import LanguageModel
+from jllama.parameters import Params
+from jllama.rewards import RewardError, Scorer
+from jllama.training.config import TrainConfig
+from jllama.training.step import Training, TrainState, compute_dtype, put_on_devices
+
+MIN_WIDTH = 32  # tokens of the narrowest batch; others are powers of two
+_PREFIX_TOKENS = 8192  # of prompts, cached for others with the same beginning
+_Rewards = Float[np.ndarray, "prompts answers"]
+
+
+class Sample(NamedTuple):
+    """An answer of the current model."""
+
+    prompt: PromptRow
+    ids: list[int]  # of its tokens, the stop id included
+    log_probs: list[float]  # in the distribution that they were drawn from
+    text: str  # without the stop
+    is_overlong: bool  # whether ``max_answer_tokens`` cut it off
+
+
+@dataclasses.dataclass
+class Sampler:
+    """The engine that answers prompts with the weights of the current step.
+
+    Args:
+        model: the tokenizer, chat template and stop ids, with any weights of the architecture.
+        config: ``training``, ``sampling`` and ``seed`` are read.
+        training: the trainer; the engine's weights are on its devices, in its dtype.
+    """
+
+    model: LanguageModel
+    config: TrainConfig
+    training: Training
+
+    def __post_init__(self) -> None:
+        self.engine: Engine | None = None
+        convert = functools.partial(decoding_weights, self.training, self.config)
+        # One program is faster than one a weight. Over several devices, the weights stay split.
+        self.convert = jax.jit(convert) if self.training.mesh.size == 1 else convert
+
+    def load(self, params: Params, base: Params | None) -> None:
+        """Give the engine the weights of a step."""
+        model = dataclasses.replace(self.model, params=self.convert(params, base))
+        if self.engine is None:
+            options = self.config.training
+            self.engine = Engine(
+                model,
+                options.batch_size,
+                context=options.seq_len + 1,
+                prefix_tokens=_PREFIX_TOKENS,
+            )
+        else:
+            self.engine.replace_weights(model)
+
+    def answer(self, prompts: Sequence[PromptRow], seeds: Sequence[int]) -> list[Sample]:
+        """Return an answer to each prompt, drawn by its seed."""
+        assert self.engine is not None
+        stop_ids = self.model.stop_ids or (self.model.text_tokenizer.eos_id,)
+        rows = []
+        for prompt, seed in zip(prompts, seeds, strict=True):
+            sampling = dataclasses.replace(self.config.sampling, seed=seed)
+            request = Prompt(
+                prompt.ids,
+                sampling,
+                self.config.training.grpo.max_answer_tokens,
+                stop_ids=stop_ids,
+                drawn_log_probs=True,
+            )
+            rows.append(self.engine.submit(Request(request)))
+        answers: dict[Row, Answer] = {}
+        try:
+            while self.engine.busy:
+                for row, event in self.engine.step():
+                    if isinstance(event, Answer):
+                        answers[row] = event
+        except BaseException:
+            self.engine.reset()
+            raise
+        samples = []
+        for prompt, row in zip(prompts, rows, strict=True):
+            completion = answers[row].completion
+            ids = [token.id for token in row.tokens]
+            log_probs = [token.log_prob or 0.0 for token in row.tokens]
+            is_overlong = completion.finish_reason in ("length", "context")
+            samples.append(Sample(prompt, ids, log_probs, completion.text, is_overlong))
+        return samples
+
+
+def decoding_weights(
+    training: Training, config: TrainConfig, params: Params, base: Params | None
+) -> DecodeParams:
+    """Return the weights of a step, adapters merged, in the layout and dtype that decode."""
+    weights = training.trainable.merge(params, base)
+    dtype = compute_dtype(config, training.mesh)
+    weights = jax.tree.map(lambda leaf: leaf.astype(dtype), weights)
+    return decode_layout(weights, config.model, joins=training.mesh.size == 1)
+
+
+@dataclasses.dataclass
+class Rollouts:
+    """Batches of the current model's answers, with a state that a resumed run restores.
+
+    Attributes:
+        records: the figures of each batch since they were last taken, oldest first.
+        problems: why batches have no rewards, by the steps that they were for.
+    """
+
+    data: PromptDataset
+    config: TrainConfig
+    sampler: Sampler
+    scorer: Scorer
+    reference: tuple[Params, Params | None] | None = None  # the model before training
+
+    def __post_init__(self) -> None:
+        options = self.config.training
+        self.prompts = self.data.training_prompts(
+            options.batch_size // options.grpo.group_size, self.config.seed
+        )
+        self.records: list[dict[str, Any]] = []
+        self.problems: dict[int, str] = {}
+        self._batch: Batch | None = None
+        self._num_used = 0  # updates from the last batch
+
+    def get_state(self) -> Any:
+        """Return which prompts come next; a run is saved only between batches."""
+        return self.prompts.get_state()
+
+    def set_state(self, state: Any) -> None:
+        """Continue with the prompts that ``get_state`` said."""
+        self.prompts.set_state(state)
+
+    @property
+    def is_between(self) -> bool:
+        """Whether all updates from the last batch were taken."""
+        return self._num_used % self.config.training.grpo.updates == 0
+
+    def next_batch(self, training: Training, state: TrainState, step: int) -> Batch:
+        """Return the batch of the next update: new answers, or the last batch once more."""
+        if self.is_between:
+            self._batch = self._new_batch(training, state, step)
+            self._num_used = 0
+        self._num_used += 1
+        assert self._batch is not None
+        return self._batch
+
+    def take_records(self) -> list[dict[str, Any]]:
+        """Return ``records`` and begin new ones."""
+        records = self.records
+        self.records = []
+        return records
+
+    def _new_batch(self, training: Training, state: TrainState, step: int) -> Batch:
+        options = self.config.training
+        grpo = options.grpo
+
+        # 1) Answers.
+        start_s = time.perf_counter()
+        rows = next(self.prompts)
+        prompts = [row for row in rows for _ in range(grpo.group_size)]
+        seeds = np.random.default_rng((self.config.seed, step)).integers(2**32, size=len(prompts))
+        self.sampler.load(state.params, state.base)
+        samples = self.sampler.answer(prompts, seeds.tolist())
+        sampled_s = time.perf_counter()
+
+        # 2) Rewards and advantages; without rewards they are NaN, and the step is left out.
+        figures: dict[str, Any] = {}
+        advantages = np.full(len(samples), np.nan, np.float32)
+        try:
+            rewards, parts = score_samples(self.scorer, rows, samples)
+            advantages = group_advantages(rewards, grpo.advantage).ravel()
+            figures["reward"] = float(rewards.mean())
+            figures["reward_std"] = float(rewards.std())
+            figures["no_signal"] = float(np.mean(np.ptp(rewards, axis=1) == 0))
+            figures["reward_parts"] = {name: float(part.mean()) for name, part in parts.items()}
+        except RewardError as error:
+            updates = range(step + 1, step + 1 + grpo.updates)
+            self.problems |= dict.fromkeys(updates, str(error))
+        rewarded_s = time.perf_counter()
+
+        # 3) Log-probabilities by the trainer.
+        num_ids = self.data.tokenizer.vocab_size
+        is_token, batch = assemble(samples, advantages, self.config, num_ids)
+        on_devices = put_on_devices(batch, training.batch_sharding)
+        old = self._log_probs(training, on_devices, is_token, (state.params, state.base))
+        assert batch.sampled is not None
+        sampled = batch.sampled._replace(old=old)
+        if self.reference:
+            reference = self._log_probs(training, on_devices, is_token, self.reference)
+            sampled = sampled._replace(reference=reference)
+        scored_s = time.perf_counter()
+
+        # 4) Figures.
+        num_tokens = int(is_token.sum())
+        figures |= {
+            "answer_tokens": num_tokens / len(samples),
+            "overlong": float(np.mean([sample.is_overlong for sample in samples])),
+            "mismatch": mismatch(sampled.sampler[is_token], old[is_token]),
+            "sampling_s": sampled_s - start_s,
+            "reward_s": rewarded_s - sampled_s,
+            "scoring_s": scored_s - rewarded_s,
+            "sampled_tokens": num_tokens,
+        }
+        self.records.append(figures)
+        return batch._replace(sampled=sampled)
+
+    def _log_probs(
+        self, training: Training, batch: Batch, is_token: Any, weights: Any
+    ) -> Float[np.ndarray, "rows window"]:
+        log_probs = np.asarray(training.drawn_log_probs(weights[0], batch, weights[1]))
+        columns = np.pad(log_probs, ((0, 0), (1, 0)))
+        return np.where(is_token, columns, 0).astype(np.float32)
+
+    def evaluate(self, state: TrainState, num_prompts: int) -> tuple[dict[str, float], list[Sample]]:
+        """Return mean rewards of one answer to each of ``num_prompts`` held-out prompts.
+
+        0 is all of them. The seeds are the same at each evaluation.
+
+        Raises:
+            RewardError: a reward failed.
+        """
+        rows = self.data.validation[: num_prompts or None]
+        self.sampler.load(self.sampler.training.weights(state), state.base)
+        samples = self.sampler.answer(rows, range(len(rows)))
+        rewards, parts = score_samples(self.scorer, rows, samples)
+        means = {"reward": float(rewards.mean())}
+        if len(parts) > 1:
+            means |= {name: float(part.mean()) for name, part in parts.items()}
+        lengths = [len(sample.ids) for sample in samples]
+        return {**means, "answer_tokens": float(np.mean(lengths))}, samples
+
+
+def score_samples(
+    scorer: Scorer, rows: Sequence[PromptRow], samples: Sequence[Sample]
+) -> tuple[_Rewards, dict[str, _Rewards]]:
+    """Return the rewards of samples, which follow each other by prompt, and their parts."""
+    size = len(samples) // len(rows)
+    answers = [
+        [sample.text for sample in samples[start : start + size]]
+        for start in range(0, len(samples), size)
+    ]
+    scores = scorer.score(
+        [row.prompt for row in rows],
+        answers,
+        [row.fields for row in rows],
+        [row.place for row in rows],
+    )
+    return scores.total, scores.parts
+
+
+def group_advantages(rewards: _Rewards, kind: str) -> _Rewards:
+    """Compute how much better each answer is than its group, see ``GrpoConfig.advantage``.
+
+    With a group's rewards ``r`` of ``G`` answers: ``(r - mean) / (std + 1e-4)`` with the standard
+    deviation of a sample (``group``), ``r - mean`` (``centered``), or ``r`` minus the mean of the
+    other answers, ``(r - mean) G / (G - 1)`` (``rloo``).
+    """
+    centered = rewards - rewards.mean(axis=1, keepdims=True)
+    size = rewards.shape[1]
+    if kind == "group":
+        centered = centered / (rewards.std(axis=1, ddof=1, keepdims=True) + 1e-4)
+    if kind == "rloo":
+        centered = centered * (size / (size - 1))
+    # Rounding must not give a group of equal rewards a direction.
+    has_signal = np.ptp(rewards, axis=1, keepdims=True) > 0
+    return np.where(has_signal, centered, 0.0).astype(np.float32)
+
+
+def assemble(
+    samples: Sequence[Sample],
+    advantages: Float[np.ndarray, "rows"],
+    config: TrainConfig,
+    num_ids: int,
+) -> tuple[Any, Batch]:
+    """Return which columns are tokens of answers, and the batch of prompts with their answers.
+
+    Tokens of answers count, except those of answers that are masked for their length. ``num_ids``
+    is the number of the tokenizer's tokens.
+    """
+    options = config.training
+    lengths = [len(sample.prompt.ids) + len(sample.ids) for sample in samples]
+    window = min(power_of_two_at_least(max(lengths) - 1, MIN_WIDTH), options.seq_len) + 1
+    shape = len(samples), window
+    tokens = np.zeros(shape, np.int32)
+    segments = np.zeros(shape, np.int32)
+    is_token = np.zeros(shape, bool)
+    counted = np.zeros(shape, bool)
+    sampler = np.zeros(shape, np.float32)
+    for row, sample in enumerate(samples):
+        start = len(sample.prompt.ids)
+        end = start + len(sample.ids)
+        tokens[row, :start] = sample.prompt.ids
+        tokens[row, start:end] = sample.ids
+        segments[row, :end] = 1
+        sampler[row, start:end] = sample.log_probs
+        is_token[row, start:end] = True
+        counted[row, start:end] = not (sample.is_overlong and options.grpo.mask_overlong)
+    settings = drawn_settings(config.sampling, len(samples), num_ids)
+    sampled = Sampled(advantages, sampler, np.zeros_like(sampler), settings)
+    return is_token, Batch(tokens, segments, counted, sampled=sampled)
+
+
+def drawn_settings(sampling: SamplingParams, rows: int, num_ids: int) -> dict[str, Any]:
+    """Return the settings ``[rows]`` that tokens are drawn by; those that change nothing are not.
+
+    Raises:
+        UsageError: a setting is one that only the sampler would apply, or is greedy.
+    """
+    neutral = SamplingParams()
+    settings: dict[str, Any] = {"num_ids": np.full(rows, num_ids, np.int32)}
+    for name, value in vars(sampling).items():
+        dtype = np.float32 if isinstance(value, float) else np.int32
+        if name == "temperature":
+            if not value:
+                raise UsageError(
+                    "sampling.temperature is 0; it must be positive, as equal answers teach nothing"
+                )
+            settings[name] = np.full(rows, value, dtype)
+        elif name in TRUNCATIONS and value != getattr(neutral, name):
+            settings[name] = np.full(rows, value, dtype)
+        elif name != "seed" and value != getattr(neutral, name):
+            raise UsageError(
+                f"sampling.{name} is {value}; it must be left out with rewards, as the trainer does "
+                "not apply it"
+            )
+    return settings
+
+
+def mismatch(sampler: Any, trainer: Any) -> dict[str, float]:
+    """Return how the log-probabilities of sampled tokens differ between sampler and trainer."""
+    difference = np.abs(np.float64(trainer) - np.float64(sampler))
+    ratio = np.exp(np.float64(trainer) - np.float64(sampler))
+    return {
+        "mean": float(difference.mean()),
+        "max": float(difference.max()),
+        "outside": float(np.mean((ratio < 0.99) | (ratio > 1.01))),
+    }
+
+
+def rollout_record(
+    records: Sequence[dict[str, Any]], elapsed_s: float, step: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the means of ``Rollouts.records``, and the speed of each phase, for ``metrics.jsonl``.
+
+    ``elapsed_s`` is the time of all steps; ``step`` is the record of their training, whose
+    ``step_s`` becomes that of a whole step.
+    """
+    names = dict.fromkeys(name for record in records for name in record)
+    means = {name: _mean([record[name] for record in records if name in record]) for name in names}
+    if not records:
+        return means
+    phases = {name: means[f"{name}_s"] for name in ("sampling", "reward", "scoring")}
+    means["training_s"] = elapsed_s / len(records) - sum(phases.values())
+    for name in ("sampling", "scoring", "training"):
+        means[f"{name}_tokens_per_s"] = means["sampled_tokens"] / max(means[f"{name}_s"], 1e-9)
+    return means
+
+
+def _mean(values: Sequence[Any]) -> Any:
+    """Return the mean of numbers, or of dictionaries of numbers; of maxima, the largest."""
+    if isinstance(values[0], dict):
+        return {name: _mean([value[name] for value in values]) for name in values[0]}
+    return float(np.mean(values))
