@@ -185,6 +185,10 @@ class Layer(_Module):
         """Apply one of the layer's norms, if the model has it."""
         return F.rms_norm(x, getattr(self, name)[...], self.norm_eps) if hasattr(self, name) else x
 
+    def finish(self, x: Stream, scale: Array, inputs: AttentionInputs) -> Stream:
+        """Apply the model's final norm to the output of its last layer."""
+        return F.rms_norm(x, scale, self.norm_eps)
+
     def residual(self, update: Stream) -> Stream:
         """Multiply what is added to the residual stream by ``residual_multiplier``."""
         return multiply(update, self.config.residual_multiplier)
@@ -443,7 +447,7 @@ class Llama(_Module):
             x, cached = _run_layer(*nnx.split(layer), x, inputs[index], cached)
             updated.append(cached)
         keys, values = zip(*updated, strict=True)
-        x = F.rms_norm(x, final_norm, self.config.norm_eps)
+        x = layer.finish(x, final_norm, inputs[-1])
         return x, KVCache(keys, values, cache.lengths + counts)
 
     def logits(self, hidden: Float[Array, "*lead embed"]) -> Float[Array, "*lead vocab"]:
