@@ -9,7 +9,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -119,6 +119,33 @@ class LayerGather(NamedTuple):
     gather: Callable[[Params, Params], Params]
     mesh: Mesh | AbstractMesh
     zeros: Params
+
+
+class Values(Protocol):
+    """What replaces the values of a forward pass; gradients stay those of the usual functions."""
+
+    layers: Params  # weights of the replacement, with stacked layers
+
+    def layer(self, index: int, x: Stream, weights: Params) -> Stream:
+        """Return the output of a layer with these weights; ``index`` is that in its period."""
+        ...
+
+    def finish(self, x: Stream) -> Stream:
+        """Return the final activations, from the output of the last layer."""
+        ...
+
+    def score(self, score: Callable[[Array, Any], Any], hidden: Stream, targets: Any) -> Any:
+        """Return ``score(logits, targets)``."""
+        ...
+
+
+@jax.custom_vjp
+def substitute(usual: Array, other: Array) -> Array:
+    """Return ``other``, whose gradient becomes that of ``usual``: one function, rounded elsewhere."""
+    return other
+
+
+substitute.defvjp(lambda usual, other: (other, None), lambda _, gradient: (gradient, None))
 
 
 class _Module(nnx.Module):
@@ -306,6 +333,7 @@ class Llama(_Module):
     Attributes:
         chunk_tokens: how many tokens' logits the loss makes at a time; None for what suits this
             machine.
+        values: what replaces the values of ``hidden`` and ``score_tokens``.
 
     Examples:
         >>> model = jllama.load("smollm2/", layout="training")
@@ -315,6 +343,7 @@ class Llama(_Module):
     """
 
     chunk_tokens: int | None = None
+    values: Values | None = None
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs) -> None:
         if not config.vocab_size:
@@ -367,11 +396,12 @@ class Llama(_Module):
         inputs = attention_inputs(self.config, positions, mask, length, attention, mesh=mesh)
         x = self.embedding(tokens)
         if isinstance(self.layers, Layer):
-            x = _scan_layers(self.layers, x, inputs, remat, parallel)
+            x = _scan_layers(self.layers, x, inputs, remat, parallel, self.values)
         else:
             for index in range(self.config.num_layers):
                 x, _ = self.layers[str(index)](x, inputs[index])
-        return F.rms_norm(x, self.final_norm[...], self.config.norm_eps)
+        hidden = F.rms_norm(x, self.final_norm[...], self.config.norm_eps)
+        return substitute(hidden, self.values.finish(x)) if self.values else hidden
 
     def decode(
         self,
@@ -489,9 +519,12 @@ class Llama(_Module):
     ) -> Any:
         """Compute ``score(logits, targets)`` in chunks, see ``functional.score_tokens``."""
         with jax.named_scope("head"):
-            return F.score_tokens(
+            scores = F.score_tokens(
                 score, self._scale(hidden), self.head, targets, self._chunk_tokens()
             )
+        if self.values:
+            scores = jax.tree.map(substitute, scores, self.values.score(score, hidden, targets))
+        return scores
 
     def _scale(self, hidden: Float[Array, "*lead embed"]) -> Float[Array, "*lead embed"]:
         """Divide the input of the head, and so the logits, by ``logits_scaling``."""
@@ -523,6 +556,7 @@ def _scan_layers(
     inputs: Sequence[AttentionInputs],
     remat: str,
     parallel: LayerGather | None,
+    values: Values | None,
 ) -> Stream:
     """Run stacked layers one after the other, in one loop.
 
@@ -546,6 +580,9 @@ def _scan_layers(
     runs = [functools.partial(run_layer, inputs[index]) for index in range(period)]
     if remat != "none":
         runs = [jax.checkpoint(run, policy=REMAT[remat], prevent_cse=False) for run in runs]
+    if values:
+        stacked = (*stacked, values.layers)
+        runs = [functools.partial(_replace_values, *item, values) for item in enumerate(runs)]
     if period == 1:
         x, _ = jax.lax.scan(runs[0], x, stacked)
         return x
@@ -558,6 +595,15 @@ def _scan_layers(
     stacked = jax.tree.map(lambda leaf: leaf.reshape(-1, period, *leaf.shape[1:]), stacked)
     x, _ = jax.lax.scan(run_period, x, stacked)
     return x
+
+
+def _replace_values(
+    index: int, run: Any, values: Values, x: Array, parts: tuple[Params, ...]
+) -> tuple[Array, None]:
+    """Run a layer for its gradient; its value is the replacement's, from the last of ``parts``."""
+    *usual_parts, weights = parts
+    usual, _ = run(x, tuple(usual_parts))
+    return substitute(usual, values.layer(index, jax.lax.stop_gradient(x), weights)), None
 
 
 def _period(kinds: Sequence[LayerKind]) -> int:

@@ -18,7 +18,17 @@ from jaxtyping import Array, Int
 
 from jllama import functional as F
 from jllama.config import LlamaConfig
-from jllama.model import LAYER_CLASSES, AttentionInputs, Layer, write_slots
+from jllama.decode_params import DecodeParams
+from jllama.model import (
+    LAYER_CLASSES,
+    AttentionInputs,
+    Layer,
+    Llama,
+    attention_inputs,
+    build_model,
+    write_slots,
+)
+from jllama.parameters import Params
 
 _KEY_BLOCK = 256  # that ``functional.cached_attention`` reads at once
 
@@ -140,10 +150,64 @@ def map_blocks(
     )
 
 
-@jax.custom_vjp
-def substitute(usual: Array, exact: Array) -> Array:
-    """Return ``exact``, whose gradient is that of ``usual``: the same function, rounded elsewhere."""
-    return exact
+class ExactValues:
+    """The values of a forward pass over whole rows, computed as an engine with such layers does.
+
+    Args:
+        config: the engine's.
+        params: the engine's, with ``stack_layers``.
+        segments: 1 for the tokens of a row, 0 for padding after them.
+    """
+
+    def __init__(
+        self, config: ExactConfig, params: DecodeParams, segments: Int[Array, "rows seq"]
+    ) -> None:
+        self.config = config
+        self.layers = params.weights["layers"]
+        self._rest = {name: leaf for name, leaf in params.weights.items() if name != "layers"}
+        rows, seq = segments.shape
+        # Positions that depend on data are not computed by the compiler, which rounds otherwise.
+        self._slots = jnp.where(segments != 0, jnp.arange(seq, dtype=jnp.int32), seq)
+        offset = jnp.zeros(rows, jnp.int32)
+        self._inputs = attention_inputs(
+            config, self._slots, F.Mask(offset=offset), slots=self._slots
+        )
+
+    def _model(self, weights: Params) -> Llama:
+        layers = {str(index): weights for index in range(self.config.num_layers)}
+        return build_model(self.config, DecodeParams({**self._rest, "layers": layers}))
+
+    def layer(self, index: int, x: Array, weights: Params) -> Array:
+        """Return the output of a layer with these weights; ``index`` is that in its period."""
+        layer = self._model(weights).layers["0"]
+        rows, seq, _ = x.shape
+        zeros = jnp.zeros((rows, self.config.num_kv_heads, seq, self.config.head_dim), x.dtype)
+        output, _ = layer(x, self._inputs[index], (zeros, zeros))
+        return output
+
+    def finish(self, x: Array) -> Array:
+        """Return the final activations, from the output of the last layer."""
+        llama = self._first_layer_model()
+        return llama.layers["0"].finish(
+            jax.lax.stop_gradient(x), llama.final_norm[...], self._inputs[0]
+        )
+
+    def score(self, score: Callable[[Array, Any], Any], hidden: Array, targets: Any) -> Any:
+        """Return ``score(logits, targets)``."""
+        llama = self._first_layer_model()
+
+        def block(hidden: Array, targets: Any) -> Any:
+            return score(llama.logits(hidden), targets)
+
+        size = self.config.block_tokens
+        return map_blocks(size, self._slots, block, jax.lax.stop_gradient(hidden), targets)
+
+    def _first_layer_model(self) -> Llama:
+        return self._model(jax.tree.map(lambda stack: stack[0], self.layers))
 
 
-substitute.defvjp(lambda usual, exact: (exact, None), lambda _, gradient: (gradient, None))
+def stack_layers(params: DecodeParams) -> DecodeParams:
+    """Return parameters for decoding with their layers stacked, so that a loop can run them."""
+    layers = [*params.weights["layers"].values()]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+    return DecodeParams({**params.weights, "layers": stacked})

@@ -107,8 +107,9 @@ def take_steps(run: Run) -> None:
     while run.step < options.steps and not (run.stop_signal or has_ended):
         batch = next_batch(run)
         on_devices = put_on_devices(batch, run.training.batch_sharding)
-        program = program_for(run, on_devices)
-        run.state, metrics = program(run.state, on_devices)
+        exact = run.batches.sampler.exact if isinstance(run.batches, Rollouts) else ()
+        program = program_for(run, on_devices, *exact)
+        run.state, metrics = program(run.state, on_devices, *exact)
         run.step += 1
         run.recent.append((metrics, batch))
 
@@ -240,13 +241,13 @@ def check_batch(run: Run, batch: Any) -> None:
         )
 
 
-def program_for(run: Run, batch: Batch) -> Any:
+def program_for(run: Run, batch: Batch, *exact: Any) -> Any:
     """Return the step compiled for a batch's shape; chats have two shapes."""
     shape = batch.tokens.shape
     if shape not in run.programs:
         start_s = time.perf_counter()
         run.tracker.show(run.step, "compiling")
-        program = compile_fitting(run, batch)
+        program = compile_fitting(run, batch, *exact)
         run.planned_bytes = max(run.planned_bytes, sum(program_bytes(program)))
         in_four_bits = any(leaf.dtype == jnp.uint4 for leaf in jax.tree.leaves(run.state.base))
         if in_four_bits and jax.__version_info__ < (0, 11):
@@ -258,12 +259,12 @@ def program_for(run: Run, batch: Batch) -> Any:
     return run.programs[shape]
 
 
-def compile_fitting(run: Run, batch: Batch) -> Any:
+def compile_fitting(run: Run, batch: Batch, *exact: Any) -> Any:
     """Compile the step; where ``remat`` is ``auto``, with ``block`` if ``dots`` does not fit."""
     options = run.config.training
     program, fits = None, False
     try:
-        program = run.training.step.lower(run.state, batch).compile()
+        program = run.training.step.lower(run.state, batch, *exact).compile()
         available = device_memory_bytes(run.training.mesh.local_devices[0])
         fits = sum(program_bytes(program)) <= (available or math.inf)
     except jax.errors.JaxRuntimeError as error:
@@ -280,7 +281,7 @@ def compile_fitting(run: Run, batch: Batch) -> Any:
     run.config = dataclasses.replace(run.config, training=options)
     xla_options = autotuning_options(run.config, run.tracker.folder)
     run.training = compile_training(run.config, run.training.mesh, compiler_options=xla_options)
-    return run.training.step.lower(run.state, batch).compile()
+    return run.training.step.lower(run.state, batch, *exact).compile()
 
 
 # What a pause does

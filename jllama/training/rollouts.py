@@ -31,7 +31,14 @@ from jllama.language_model import LanguageModel
 from jllama.parameters import Params
 from jllama.rewards import RewardError, Scorer
 from jllama.training.config import TrainConfig
-from jllama.training.step import Training, TrainState, compute_dtype, put_on_devices
+from jllama.training.exact import exact_config, stack_layers
+from jllama.training.step import (
+    Training,
+    TrainState,
+    compute_dtype,
+    put_on_devices,
+    sampler_block,
+)
 
 MIN_WIDTH = 32  # tokens of the narrowest batch; others are powers of two
 _PREFIX_TOKENS = 8192  # of prompts, cached for others with the same beginning
@@ -67,10 +74,19 @@ class Sampler:
         convert = functools.partial(decoding_weights, self.training, self.config)
         # One program is faster than one a weight. Over several devices, the weights stay split.
         self.convert = jax.jit(convert) if self.training.mesh.size == 1 else convert
+        self.exact: tuple[DecodeParams, ...] = ()  # what the trainer's programs take in exact mode
+        options = self.config.training
+        if options.grpo.exact:
+            block_tokens = sampler_block(self.config, self.training.mesh)
+            config = exact_config(self.model.config, block_tokens)
+            self.model = dataclasses.replace(self.model, config=config)
 
     def load(self, params: Params, base: Params | None) -> None:
         """Give the engine the weights of a step."""
-        model = dataclasses.replace(self.model, params=self.convert(params, base))
+        weights = self.convert(params, base)
+        model = dataclasses.replace(self.model, params=weights)
+        if self.config.training.grpo.exact:
+            self.exact = (_stack_layers(weights),)
         if self.engine is None:
             options = self.config.training
             self.engine = Engine(
@@ -114,6 +130,9 @@ class Sampler:
             is_overlong = completion.finish_reason in ("length", "context")
             samples.append(Sample(prompt, ids, log_probs, completion.text, is_overlong))
         return samples
+
+
+_stack_layers = jax.jit(stack_layers)
 
 
 def decoding_weights(
@@ -211,11 +230,15 @@ class Rollouts:
         num_ids = self.data.tokenizer.vocab_size
         is_token, batch = assemble(samples, advantages, self.config, num_ids)
         on_devices = put_on_devices(batch, training.batch_sharding)
-        old = self._log_probs(training, on_devices, is_token, (state.params, state.base))
+        current = state.params, state.base
+        exact = self.sampler.exact
+        old = self._log_probs(training, on_devices, is_token, current, exact)
         assert batch.sampled is not None
         sampled = batch.sampled._replace(old=old)
         if self.reference:
-            reference = self._log_probs(training, on_devices, is_token, self.reference)
+            if exact:
+                exact = (_stack_layers(self.sampler.convert(*self.reference)),)
+            reference = self._log_probs(training, on_devices, is_token, self.reference, exact)
             sampled = sampled._replace(reference=reference)
         scored_s = time.perf_counter()
 
@@ -234,9 +257,10 @@ class Rollouts:
         return batch._replace(sampled=sampled)
 
     def _log_probs(
-        self, training: Training, batch: Batch, is_token: Any, weights: Any
+        self, training: Training, batch: Batch, is_token: Any, weights: Any, exact: Any
     ) -> Float[np.ndarray, "rows window"]:
-        log_probs = np.asarray(training.drawn_log_probs(weights[0], batch, weights[1]))
+        log_probs = training.drawn_log_probs(weights[0], batch, weights[1], *exact)
+        log_probs = np.asarray(log_probs)
         columns = np.pad(log_probs, ((0, 0), (1, 0)))
         return np.where(is_token, columns, 0).astype(np.float32)
 

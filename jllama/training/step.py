@@ -26,6 +26,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jllama.config import LlamaConfig
 from jllama.data.batches import Batch
+from jllama.decode_params import DecodeParams
 from jllama.devices import keep_freed_memory, loss_chunk_tokens
 from jllama.errors import UsageError, check_fields, unknown_name
 from jllama.functional import UnsupportedAttention, choose_attention
@@ -33,6 +34,7 @@ from jllama.model import LayerGather, Llama, build_model, check_attention, check
 from jllama.parameters import Params
 from jllama.sharding import BATCH, gather_groups, make_mesh, ruleset, state_sharding
 from jllama.training.config import LoopConfig, TrainConfig
+from jllama.training.exact import ExactValues, exact_config
 from jllama.training.objectives import (
     OBJECTIVES,
     Objective,
@@ -131,6 +133,8 @@ class Setup(NamedTuple):
     trainable: Trainable
     optimizer: optax.GradientTransformation
     specs: tuple[Any, Any, Any]  # partition specs of ``params``, ``base`` and gradients
+    # Inside the step, with ``training.grpo.exact``: the sampler's weights, with stacked layers.
+    exact: DecodeParams | None = None
 
 
 # The step
@@ -150,13 +154,15 @@ def initial_state(setup: Setup, key: Key[Array, ""], params: Params | None = Non
     return TrainState(step, params, opt_state, run_key, base, usual_norm, average)
 
 
-def take_step(setup: Setup, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+def take_step(
+    setup: Setup, state: TrainState, batch: Batch, exact: DecodeParams | None = None
+) -> tuple[TrainState, StepMetrics]:
     """Update the state by one batch."""
     # The objective's sums over the batch, and their gradients.
     *_, gradient_specs = setup.specs
     outputs = PartitionSpec(), gradient_specs
     sums, gradient_sums = map_over_devices(
-        setup, local_gradients, outputs, state.params, batch, state.base
+        setup, local_gradients, outputs, state.params, batch, state.base, exact
     )
     loss_sum, count, figures = sums
 
@@ -168,7 +174,13 @@ def take_step(setup: Setup, state: TrainState, batch: Batch) -> tuple[TrainState
 
 
 def map_over_devices(
-    setup: Setup, function: Any, outputs: Any, params: Params, batch: Batch, base: Params | None
+    setup: Setup,
+    function: Any,
+    outputs: Any,
+    params: Params,
+    batch: Batch,
+    base: Params | None,
+    exact: DecodeParams | None = None,
 ) -> Any:
     """Call ``function(setup, weights, variables, targets)`` on each device with its parts.
 
@@ -182,14 +194,14 @@ def map_over_devices(
     params_specs, base_specs, _ = setup.specs
     target_specs = jax.tree.map(parallel.batch_spec, targets)
 
-    def local(params: Params, base: Params | None, targets: Targets) -> Any:
+    def local(params: Params, base: Params | None, targets: Targets, exact: Any) -> Any:
         variables, weights = trainable.split(params, base, setup.config.training.reduce_dtype)
-        return function(setup, weights, variables, targets)
+        return function(setup._replace(exact=exact), weights, variables, targets)
 
     mapped = jax.shard_map(
         local,
         mesh=parallel.mesh,
-        in_specs=(params_specs, base_specs, target_specs),
+        in_specs=(params_specs, base_specs, target_specs, PartitionSpec()),
         out_specs=outputs,
         axis_names={*BY_HAND},
         check_vma=False,
@@ -197,7 +209,7 @@ def map_over_devices(
     device = parallel.mesh.local_devices[0]
     on_gpu = device.platform == "gpu"  # tokamax asks for the default device
     with jax.default_device(device) if on_gpu else contextlib.nullcontext():
-        return mapped(params, base, targets)
+        return mapped(params, base, targets, exact)
 
 
 def targets_of(setup: Setup, batch: Batch) -> Targets:
@@ -293,7 +305,13 @@ def forward_pass(
     gathered = dict(params)
     for name in ("embed", "final_norm"):
         gathered[name] = parallel.gather(name, params[name], slots[name])
-    hidden = build_model(config.model, gathered).hidden(
+    values = None
+    if setup.exact:
+        exact = exact_config(config.model, sampler_block(config, parallel.mesh))
+        values = ExactValues(exact, setup.exact, targets.segments)
+    llama = build_model(config.model, gathered)
+    llama.values = values
+    hidden = llama.hidden(
         targets.inputs,
         targets.segments,
         parallel.positions(targets.inputs),
@@ -310,8 +328,14 @@ def forward_pass(
         hidden, slot = jax.lax.optimization_barrier((hidden, slot))
     gathered[head] = parallel.gather(head, params[head], slot)
     llama = build_model(config.model, gathered)
+    llama.values = values
     llama.chunk_tokens = loss_chunk_tokens(parallel.mesh.devices.flat[0], config.model.vocab_size)
     return llama, hidden
+
+
+def sampler_block(config: TrainConfig, mesh: Mesh) -> int:
+    """Return how many answers each device generates at once, so many tokens has an exact block."""
+    return config.training.batch_size // (mesh.shape["data"] * mesh.shape["fsdp"])
 
 
 def apply_update(
@@ -477,9 +501,11 @@ def compile_training(
     init = jax.jit(
         initial, out_shardings=shardings, donate_argnums=1, compiler_options=init_options
     )
+    # The sampler's weights are whole on each device.
+    exact = (NamedSharding(mesh, PartitionSpec()),) if options.grpo.exact else ()
     step = jax.jit(
         functools.partial(take_step, setup),
-        in_shardings=(shardings, batch_sharding),
+        in_shardings=(shardings, batch_sharding, *exact),
         out_shardings=(shardings, None),
         donate_argnums=0,
         compiler_options=xla_options,
@@ -488,10 +514,10 @@ def compile_training(
     def compile_scoring(function: Any, outputs: PartitionSpec) -> Any:
         scoring = jax.jit(
             functools.partial(map_over_devices, setup, function, outputs),
-            in_shardings=(shardings.params, batch_sharding, shardings.base),
+            in_shardings=(shardings.params, batch_sharding, shardings.base, *exact),
             compiler_options=xla_options,
         )
-        return lambda params, batch, base=None: scoring(params, batch, base)
+        return lambda params, batch, base=None, *others: scoring(params, batch, base, *others)
 
     return Training(
         init,
@@ -514,10 +540,12 @@ class CheckedStep:
     program: Any
     config: LlamaConfig
 
-    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+    def __call__(
+        self, state: TrainState, batch: Batch, *exact: DecodeParams
+    ) -> tuple[TrainState, StepMetrics]:
         """Check the batch and take the step."""
         self.check(batch)
-        return self.program(state, batch)
+        return self.program(state, batch, *exact)
 
     def check(self, batch: Batch) -> None:
         """Raise ``UsageError`` for different shapes, and for ids outside the vocabulary.
@@ -532,13 +560,13 @@ class CheckedStep:
         if isinstance(batch.tokens, np.ndarray):
             check_ids(batch.tokens, self.config)
 
-    def lower(self, state: Any, batch: Any) -> Any:
+    def lower(self, state: Any, batch: Any, *exact: Any) -> Any:
         """Lower the program for arrays of these shapes, as ``jax.jit(...).lower`` does.
 
         Raises ``UsageError`` if the attention implementation cannot serve them.
         """
         try:
-            return self.program.lower(state, batch)
+            return self.program.lower(state, batch, *exact)
         except UnsupportedAttention as error:
             raise UsageError(
                 f"{error}: take another training.attention, or mesh.sequence"
