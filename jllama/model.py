@@ -135,7 +135,7 @@ class Values(Protocol):
         ...
 
     def score(self, score: Callable[[Array, Any], Any], hidden: Stream, targets: Any) -> Any:
-        """Return ``score(logits, targets)``."""
+        """Return the first of ``score(logits, targets)``."""
         ...
 
 
@@ -517,13 +517,18 @@ class Llama(_Module):
         hidden: Stream,
         targets: Any,
     ) -> Any:
-        """Compute ``score(logits, targets)`` in chunks, see ``functional.score_tokens``."""
+        """Compute ``score(logits, targets)`` in chunks, see ``functional.score_tokens``.
+
+        ``values`` replace the first of the scores.
+        """
         with jax.named_scope("head"):
             scores = F.score_tokens(
                 score, self._scale(hidden), self.head, targets, self._chunk_tokens()
             )
         if self.values:
-            scores = jax.tree.map(substitute, scores, self.values.score(score, hidden, targets))
+            first, *others = scores
+            exact = self.values.score(score, hidden, targets)
+            scores = (substitute(first, exact), *others)
         return scores
 
     def _scale(self, hidden: Float[Array, "*lead embed"]) -> Float[Array, "*lead embed"]:

@@ -193,11 +193,12 @@ class ExactValues:
         )
 
     def score(self, score: Callable[[Array, Any], Any], hidden: Array, targets: Any) -> Any:
-        """Return ``score(logits, targets)``."""
+        """Return the first of ``score(logits, targets)``."""
         llama = self._first_layer_model()
 
         def block(hidden: Array, targets: Any) -> Any:
-            return score(llama.logits(hidden), targets)
+            # Another score computed beside it would be fused with it, and round it otherwise.
+            return score(llama.logits(hidden), targets)[0]
 
         size = self.config.block_tokens
         return map_blocks(size, self._slots, block, jax.lax.stop_gradient(hidden), targets)

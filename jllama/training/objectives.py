@@ -98,7 +98,11 @@ def grpo(forward: Forward, batch: Targets, options: LoopConfig) -> Sums:
     ratio = jnp.exp(jnp.where(batch.counted, log_probs - sampled.old, 0.0))
     clipped_ratio = jnp.clip(ratio, 1 - settings.clip_low, 1 + settings.clip_high)
     losses = -jnp.minimum(ratio * advantages, clipped_ratio * advantages)
-    figures = {"entropy": entropy, "clipped": clipped_ratio * advantages < ratio * advantages}
+    figures = {
+        "entropy": entropy,
+        "clipped": clipped_ratio * advantages < ratio * advantages,
+        "ratio_change": jnp.abs(ratio - 1),
+    }
     if settings.importance_cap:
         weights = jnp.exp(jnp.where(batch.counted, sampled.old - sampled.sampler, 0.0))
         losses = losses * jnp.minimum(weights, settings.importance_cap)
