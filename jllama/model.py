@@ -141,7 +141,7 @@ class Values(Protocol):
 
 @jax.custom_vjp
 def substitute(usual: Array, other: Array) -> Array:
-    """Return ``other``, whose gradient becomes that of ``usual``: one function, rounded elsewhere."""
+    """Return ``other``; its gradient becomes that of ``usual``, which is the same but for rounding."""
     return other
 
 
@@ -470,6 +470,7 @@ class Llama(_Module):
 
         # 4) Run the layers.
         x = self.embedding(tokens)
+        layer = self.layers["0"]
         updated = []
         for index in range(self.config.num_layers):
             cached = (cache.keys[index], cache.values[index])

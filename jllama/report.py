@@ -50,6 +50,17 @@ _CHARTS = {
     "grad_norm": "gradient norm",
     "tokens_per_s": "tokens per second",
 }
+_REWARD_CHARTS = {
+    "reward": "reward",
+    "no_signal": "share of groups without signal",
+    "answer_tokens": "tokens of an answer",
+    "entropy": "entropy (nats per token)",
+    "kl": "divergence from the model before training",
+    "mismatch_max": "largest mismatch of sampler and trainer (nats)",
+    "sampling_tokens_per_s": "sampled tokens per second of sampling",
+    "training_tokens_per_s": "sampled tokens per second of training",
+}
+"""Charts of runs with rewards, which have these numbers."""
 _NUMBERS = {
     "validation loss": "{validation_loss:.4f}",
     "perplexity": "{perplexity:.4f}",
@@ -104,7 +115,7 @@ def write_report(folders: Sequence[Path], target: Path) -> None:
         errors = (KeyError, TypeError, ValueError, AttributeError)
         with errors_as(f"{folder} does not hold what a run logs", *errors):
             config, model, _ = read_config(folder)
-            lines = read_lines(folder / METRICS)
+            lines = [_with_figures(line) for line in read_lines(folder / METRICS)]
             curves[name] = [line for line in lines if isinstance(line["step"], int)]
             facts.append(_facts(model, config["data"], curves[name]))
             for title, part in _texts(folder, config["training"].get("questions", ())).items():
@@ -112,7 +123,11 @@ def write_report(folders: Sequence[Path], target: Path) -> None:
 
     # Lay out the page.
     title = ", ".join(curves)
-    charts = "".join(_chart(curves, key) for key in _CHARTS)
+    names = {name for lines in curves.values() for line in lines for name in line}
+    titles = {**_CHARTS, **{key: text for key, text in _REWARD_CHARTS.items() if key in names}}
+    if "reward" in names:
+        titles["loss"] = "loss of the objective"
+    charts = "".join(_chart(curves, key, text) for key, text in titles.items())
     legend = ""
     if is_comparison:
         for name, color in zip(curves, itertools.cycle(_COLORS)):
@@ -163,6 +178,15 @@ def bars(measured: Mapping[str, Sequence[float]], label: str) -> str:
         return _svg(figure)
 
 
+def _with_figures(line: dict[str, Any]) -> dict[str, Any]:
+    """Return a line with the figures of its objective beside its other numbers."""
+    validation = {
+        f"validation_{name}": value
+        for name, value in (line.get("validation_figures") or {}).items()
+    }
+    return {**(line.get("figures") or {}), **validation, **line}
+
+
 def _facts(model: LlamaConfig, data: Mapping[str, Any], metrics: Records) -> dict[str, str]:
     """Return what a run has logged about itself, and its last numbers."""
     facts = {
@@ -185,7 +209,7 @@ def _texts(folder: Path, questions: Sequence[str]) -> dict[str, str]:
     for line in read_lines(folder / SAMPLES, "text"):
         step = f"step {line['step']}"
         prompt = line["prompt"]
-        if prompt in questions:
+        if prompt in questions or line.get("is_question"):
             answers.setdefault(step, {})[prompt] = line["text"]
         else:
             sample = html.escape(prompt + line["text"])
@@ -206,14 +230,14 @@ def table(heads: Sequence[str], columns: Sequence[Mapping[str, object]]) -> str:
     return f"<div class=wide><table>{rows}</table></div>"
 
 
-def _chart(runs: Mapping[str, Records], key: str) -> str:
+def _chart(runs: Mapping[str, Records], key: str, title: str) -> str:
     """Draw one figure of one or several runs over the steps, as an SVG element."""
     is_single = len(runs) == 1
     lines = ((key, "-", "training"), (f"validation_{key}", "o--", "validation"))
     with matplotlib.rc_context(_LOOK):
         figure = Figure(figsize=(4.2, 2.8))
         # The axes are fixed, since layouts are slow.
-        axis = figure.add_axes((0.17, 0.15, 0.81, 0.74), title=_CHARTS[key], xlabel="step")
+        axis = figure.add_axes((0.17, 0.15, 0.81, 0.74), title=title, xlabel="step")
         for run_index, metrics in enumerate(runs.values()):
             for line_index, (name, style, label) in enumerate(lines):
                 records = [

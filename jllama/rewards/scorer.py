@@ -1,6 +1,7 @@
 """What runs rewards: in this process, or in others that may hang or die."""
 
 import contextlib
+import functools
 import hashlib
 import json
 import queue
@@ -100,8 +101,8 @@ class Scorer:
         """
         parts = {}
         for spec, reward in self.rewards.items():
-            requests = zip(prompts, answers, rows, places, strict=True)
-            results = self._pool.map(lambda request: _scores(spec, reward, *request), requests)
+            score = functools.partial(_scores, spec, reward)
+            results = self._pool.map(score, prompts, answers, rows, places)
             parts[spec] = np.array([*results], np.float64)
         total = sum(self.weights[spec] * part for spec, part in parts.items())
         return Scores(np.asarray(total), parts)
@@ -130,7 +131,9 @@ def _scores(
     try:
         scores = [float(score) for score in reward(prompt, answers, row)]
     except Exception as error:
-        problem = str(error) if isinstance(error, JllamaError) else f"{type(error).__name__}: {error}"
+        problem = (
+            str(error) if isinstance(error, JllamaError) else f"{type(error).__name__}: {error}"
+        )
         raise RewardError(f"the reward {spec} failed for {place}: {problem}") from error
     if len(scores) != len(answers):
         raise RewardError(
@@ -138,7 +141,9 @@ def _scores(
             f"{place}"
         )
     if not np.isfinite(scores).all():
-        raise RewardError(f"the reward {spec} returned a score that is no finite number for {place}")
+        raise RewardError(
+            f"the reward {spec} returned a score that is no finite number for {place}"
+        )
     return scores
 
 

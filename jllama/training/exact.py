@@ -51,9 +51,7 @@ class ExactLayer(Layer):
 
     config: ExactConfig
 
-    def __call__(
-        self, x: Array, inputs: AttentionInputs, cached: Any = None
-    ) -> tuple[Array, Any]:
+    def __call__(self, x: Array, inputs: AttentionInputs, cached: Any = None) -> tuple[Array, Any]:
         """Return the block's output, and ``cached`` with the new keys and values in it."""
         assert cached is not None
         batch, seq, _ = x.shape

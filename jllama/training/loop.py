@@ -37,7 +37,6 @@ from jllama.training.run_folder import SKIPPED, is_out_of_patience
 from jllama.training.step import StepMetrics, TrainState, compile_training, put_on_devices
 from jllama.training.tracker import Callback, Event
 
-
 SHOWN_ANSWERS = 8
 """How many answers to held-out prompts are shown side by side over time."""
 
@@ -328,6 +327,11 @@ def log(run: Run) -> None:
     # A line for people.
     figures = figures_text(record.get("figures"))
     tracker.note = f"loss {record['loss']:.3f}{figures}  {record['tokens_per_s']:,.0f} tokens/s"
+    if "reward" in record:
+        tracker.note = "reward {reward:.3f}, mismatch {mismatch_max:.1e}, ".format_map(record)
+        tracker.note += (
+            f"{record['sampled_tokens'] / record['step_s']:,.0f} answer tokens/s{figures}"
+        )
     if not tracker.console.is_terminal:
         line = f"step {run.step}: {tracker.note}  learning rate {record['learning_rate']:.1e}"
         if record["mfu"]:
@@ -396,7 +400,8 @@ def evaluate_state(
     if max_tokens:
         for answer in samples[:SHOWN_ANSWERS]:
             prompt = run.data.tokenizer.decode(answer.prompt.ids)
-            run.tracker.write(run.step, SAMPLES, prompt=prompt, text=answer.text)
+            line = {"prompt": prompt, "text": answer.text, "is_question": True}
+            run.tracker.write(run.step, SAMPLES, **line)
     return Evaluation(-figures["reward"], None, None, figures)
 
 

@@ -39,8 +39,8 @@ from jllama.progress import progress
 from jllama.report import run_facts
 from jllama.rewards import Scorer
 from jllama.sharding import ruleset
-from jllama.tokenizers import has_tokenizer
 from jllama.templates.messages import chat_format
+from jllama.tokenizers import has_tokenizer
 from jllama.training import run_folder
 from jllama.training.checkpointing import check_origin, restore_state
 from jllama.training.config import TrainConfig

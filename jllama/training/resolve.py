@@ -11,8 +11,8 @@ from jllama.config import LlamaConfig
 from jllama.data.batches import num_epoch_rows
 from jllama.data.chats import data_task, prepare_chats
 from jllama.data.config import DataConfig
-from jllama.data.prompts import prepare_prompts
 from jllama.data.datasets import BatchSource, TrainingData
+from jllama.data.prompts import prepare_prompts
 from jllama.data.tokens import prepare_data
 from jllama.errors import UsageError, check_fields, no_tokenizer
 from jllama.generation.text import prompt_ids

@@ -247,7 +247,7 @@ class Rollouts:
         figures |= {
             "answer_tokens": num_tokens / len(samples),
             "overlong": float(np.mean([sample.is_overlong for sample in samples])),
-            "mismatch": mismatch(sampled.sampler[is_token], old[is_token]),
+            **mismatch(sampled.sampler[is_token], old[is_token]),
             "sampling_s": sampled_s - start_s,
             "reward_s": rewarded_s - sampled_s,
             "scoring_s": scored_s - rewarded_s,
@@ -264,7 +264,9 @@ class Rollouts:
         columns = np.pad(log_probs, ((0, 0), (1, 0)))
         return np.where(is_token, columns, 0).astype(np.float32)
 
-    def evaluate(self, state: TrainState, num_prompts: int) -> tuple[dict[str, float], list[Sample]]:
+    def evaluate(
+        self, state: TrainState, num_prompts: int
+    ) -> tuple[dict[str, float], list[Sample]]:
         """Return mean rewards of one answer to each of ``num_prompts`` held-out prompts.
 
         0 is all of them. The seeds are the same at each evaluation.
@@ -380,13 +382,17 @@ def drawn_settings(sampling: SamplingParams, rows: int, num_ids: int) -> dict[st
 
 
 def mismatch(sampler: Any, trainer: Any) -> dict[str, float]:
-    """Return how the log-probabilities of sampled tokens differ between sampler and trainer."""
+    """Return how the log-probabilities of sampled tokens differ between sampler and trainer.
+
+    Their mean and largest absolute difference in nats, and the share of ratios of probabilities
+    outside 0.99 to 1.01.
+    """
     difference = np.abs(np.float64(trainer) - np.float64(sampler))
     ratio = np.exp(np.float64(trainer) - np.float64(sampler))
     return {
-        "mean": float(difference.mean()),
-        "max": float(difference.max()),
-        "outside": float(np.mean((ratio < 0.99) | (ratio > 1.01))),
+        "mismatch_mean": float(difference.mean()),
+        "mismatch_max": float(difference.max()),
+        "mismatch_outside": float(np.mean((ratio < 0.99) | (ratio > 1.01))),
     }
 
 
@@ -398,10 +404,11 @@ def rollout_record(
     ``elapsed_s`` is the time of all steps; ``step`` is the record of their training, whose
     ``step_s`` becomes that of a whole step.
     """
+    if not records:
+        return {}
     names = dict.fromkeys(name for record in records for name in record)
     means = {name: _mean([record[name] for record in records if name in record]) for name in names}
-    if not records:
-        return means
+    means["mismatch_max"] = max(record["mismatch_max"] for record in records)
     phases = {name: means[f"{name}_s"] for name in ("sampling", "reward", "scoring")}
     means["training_s"] = elapsed_s / len(records) - sum(phases.values())
     for name in ("sampling", "scoring", "training"):
@@ -410,7 +417,7 @@ def rollout_record(
 
 
 def _mean(values: Sequence[Any]) -> Any:
-    """Return the mean of numbers, or of dictionaries of numbers; of maxima, the largest."""
+    """Return the mean of numbers, or of dictionaries of numbers."""
     if isinstance(values[0], dict):
         return {name: _mean([value[name] for value in values]) for name in values[0]}
     return float(np.mean(values))

@@ -629,7 +629,9 @@ def test_copy(person, is_secure):
     )
     for button, text in ((code, 'def f(x):\n    return "<b>" + x  # **not bold**'), (whole, RICH)):
         said = one.page.locator("#said")
-        said.evaluate("(element) => (element.textContent = '')")  # else the last click's word is read
+        said.evaluate(
+            "(element) => (element.textContent = '')"
+        )  # else the last click's word is read
         button.click()
         expect(said).to_have_text("Copied")
         field.fill("")

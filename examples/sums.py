@@ -1,0 +1,32 @@
+"""Write a small task that a model can learn from rewards alone: sums in a fixed format.
+
+    python examples/sums.py my_sums/    # texts to train a base on, and prompts
+    python -m jllama train sums         # the base, which has seen sums, most of them wrong
+    python -m jllama train grpo         # learns from rewards alone, see configs/grpo.yaml
+
+A text is a sum such as ``17+25=<42>``. Two of nine texts are like this one. The others have another
+format, or are off by ten, so a base that learns them well is right in two of nine answers, and its
+likeliest answer is wrong. No prompt is in the texts.
+"""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+folder = Path(sys.argv[1])
+folder.mkdir(parents=True, exist_ok=True)
+generator = random.Random(0)
+pairs = [(a, b) for a in range(50) for b in range(50)]
+generator.shuffle(pairs)
+
+with (folder / "prompts.jsonl").open("w") as file:
+    for a, b in pairs[:500]:
+        file.write(json.dumps({"prompt": f"{a}+{b}=", "answer": f"<{a + b}>"}) + "\n")
+
+with (folder / "texts.jsonl").open("w") as file:
+    for _ in range(60_000):
+        a, b = generator.choice(pairs[500:])
+        weights = {f"<{a + b}>": 2, f"<{a + b + 10}>": 2, f"({a + b})": 3, f"{a + b}.": 2}
+        (answer,) = generator.choices([*weights], [*weights.values()])
+        file.write(json.dumps({"text": f"{a}+{b}={answer}"}) + "\n")
