@@ -9,7 +9,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -121,6 +121,7 @@ class LayerGather(NamedTuple):
     zeros: Params
 
 
+@runtime_checkable
 class Values(Protocol):
     """What replaces the values of a forward pass; gradients stay those of the usual functions."""
 
@@ -141,7 +142,7 @@ class Values(Protocol):
 
 @jax.custom_vjp
 def substitute(usual: Array, other: Array) -> Array:
-    """Return ``other``; its gradient becomes that of ``usual``, which is the same but for rounding."""
+    """Return ``other``, with the gradient of ``usual``, which is the same but for rounding."""
     return other
 
 

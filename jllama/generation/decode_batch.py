@@ -67,6 +67,7 @@ def make_batch(
     vocab_size = model.config.vocab_size
     rows = len(prompts)
     limits: Any = np.array([prompt.limit(context) for prompt in prompts], np.int32)
+    drawn: Any = np.array([prompt.drawn_log_probs for prompt in prompts])
     zeros: Any = np.zeros  # accepted in place of JAX arrays, unlike what their types say
     tokens = zeros((rows, max_len), np.int32)
     seen = zeros((rows, vocab_size), bool)
@@ -91,7 +92,7 @@ def make_batch(
         settings=settings,
         stop_ids=stop_ids,
         limits=limits,
-        drawn=np.array([prompt.drawn_log_probs for prompt in prompts]),
+        drawn=drawn,
         allowed=zeros((rows, -(-vocab_size // 32)), np.int32) - 1,  # every token
     )
 

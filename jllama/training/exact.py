@@ -23,7 +23,6 @@ from jllama.model import (
     LAYER_CLASSES,
     AttentionInputs,
     Layer,
-    Llama,
     attention_inputs,
     build_model,
     write_slots,
@@ -171,7 +170,7 @@ class ExactValues:
             config, self._slots, F.Mask(offset=offset), slots=self._slots
         )
 
-    def _model(self, weights: Params) -> Llama:
+    def _model(self, weights: Params) -> Any:
         layers = {str(index): weights for index in range(self.config.num_layers)}
         return build_model(self.config, DecodeParams({**self._rest, "layers": layers}))
 
@@ -201,7 +200,7 @@ class ExactValues:
         size = self.config.block_tokens
         return map_blocks(size, self._slots, block, jax.lax.stop_gradient(hidden), targets)
 
-    def _first_layer_model(self) -> Llama:
+    def _first_layer_model(self) -> Any:
         return self._model(jax.tree.map(lambda stack: stack[0], self.layers))
 
 

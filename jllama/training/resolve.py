@@ -12,7 +12,7 @@ from jllama.data.batches import num_epoch_rows
 from jllama.data.chats import data_task, prepare_chats
 from jllama.data.config import DataConfig
 from jllama.data.datasets import BatchSource, TrainingData
-from jllama.data.prompts import prepare_prompts
+from jllama.data.prompts import PromptDataset, prepare_prompts
 from jllama.data.tokens import prepare_data
 from jllama.errors import UsageError, check_fields, no_tokenizer
 from jllama.generation.text import prompt_ids
@@ -24,7 +24,7 @@ from jllama.training.config import TrainConfig
 
 def resolve(
     config: TrainConfig, folder: Path | None, source: BatchSource | None = None
-) -> tuple[TrainConfig, TrainingData, Checkpoint | None]:
+) -> tuple[TrainConfig, TrainingData | PromptDataset, Checkpoint | None]:
     """Return the complete configuration, its data, and the checkpoint to begin from, if any.
 
     Args:

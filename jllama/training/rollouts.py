@@ -25,7 +25,7 @@ from jllama.errors import UsageError
 from jllama.functional import TRUNCATIONS
 from jllama.functional.shapes import power_of_two_at_least
 from jllama.generation.engine import Engine
-from jllama.generation.requests import Answer, Request, Row
+from jllama.generation.requests import Answer, Request
 from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.language_model import LanguageModel
 from jllama.parameters import Params
@@ -113,18 +113,18 @@ class Sampler:
                 drawn_log_probs=True,
             )
             rows.append(self.engine.submit(Request(request)))
-        answers: dict[Row, Answer] = {}
+        answers = []
         try:
             while self.engine.busy:
-                for row, event in self.engine.step():
-                    if isinstance(event, Answer):
-                        answers[row] = event
+                events = self.engine.step()
+                answers += [(row, event) for row, event in events if isinstance(event, Answer)]
         except BaseException:
             self.engine.reset()
             raise
+        by_row = dict(answers)
         samples = []
         for prompt, row in zip(prompts, rows, strict=True):
-            completion = answers[row].completion
+            completion = by_row[row].completion
             ids = [token.id for token in row.tokens]
             log_probs = [token.log_prob or 0.0 for token in row.tokens]
             is_overlong = completion.finish_reason in ("length", "context")
@@ -375,8 +375,8 @@ def drawn_settings(sampling: SamplingParams, rows: int, num_ids: int) -> dict[st
             settings[name] = np.full(rows, value, dtype)
         elif name != "seed" and value != getattr(neutral, name):
             raise UsageError(
-                f"sampling.{name} is {value}; it must be left out with rewards, as the trainer does "
-                "not apply it"
+                f"sampling.{name} is {value}; it must be left out with rewards, as the trainer "
+                "does not apply it"
             )
     return settings
 
