@@ -66,6 +66,7 @@ if TYPE_CHECKING:
         initial_params as initial_params,
     )
     from jllama.presets import PRESETS as PRESETS, preset as preset
+    from jllama.rewards import REWARDS as REWARDS, Scorer as Scorer
     from jllama.rope_scaling import (
         DynamicScaling as DynamicScaling,
         LinearScaling as LinearScaling,
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     )
     from jllama.sharding import make_mesh as make_mesh
     from jllama.training.config import (
+        GrpoConfig as GrpoConfig,
         LoopConfig as LoopConfig,
         OptimizerConfig as OptimizerConfig,
         TrainConfig as TrainConfig,

@@ -15,7 +15,7 @@ from models import FAMILIES, SMALL, family_weights
 
 from jllama import oracle
 from jllama.config import LoraConfig
-from jllama.data.batches import Batch
+from jllama.data.batches import Batch, Sampled
 from jllama.sharding import MeshConfig, make_mesh
 from jllama.training.config import LoopConfig, OptimizerConfig, TrainConfig
 from jllama.training.step import compile_training
@@ -84,13 +84,13 @@ def packed(turns):
 
 
 @functools.cache
-def compiled(kind, mesh=ONE_DEVICE, **options):
+def compiled(kind, mesh=ONE_DEVICE, optimizer=OPTIMIZER, **options):
     """The programs of a tuning of this kind."""
     loop = LoopConfig(
         **{"dtype": "float32", "batch_size": ROWS, "seq_len": WINDOW - 1, "steps": STEPS} | options
     )
     config = TrainConfig(
-        CONFIG, init_from="WEIGHTS", optimizer=OPTIMIZER, training=loop, lora=KINDS[kind]
+        CONFIG, init_from="WEIGHTS", optimizer=optimizer, training=loop, lora=KINDS[kind]
     )
     return compile_training(config, mesh, compiler_options={"xla_backend_optimization_level": 0})
 
@@ -183,6 +183,80 @@ def preference_loss(weights, pairs, beta=0.1):
     """
     ratios = (log_probs(weights, pairs) - pairs.reference)[pairs.counted.any(axis=1)].reshape(-1, 2)
     return np.mean(np.logaddexp(0, -beta * (ratios[:, 0] - ratios[:, 1])))
+
+
+def drawn_log_probs(weights, rows):
+    """The log-probability of each column's token in what it was drawn from, in float64.
+
+    Of the settings, temperature and ``top_k`` are applied; ids from ``num_ids`` on are never drawn.
+    """
+    logits = oracle.forward(weights, rows.tokens[:, :-1], CONFIG, segments=rows.segments[:, :-1])
+    settings = rows.sampled.settings
+    result = np.zeros(rows.tokens.shape)
+    for row, row_logits in enumerate(logits):
+        for column, values in enumerate(row_logits, 1):
+            token = rows.tokens[row, column]
+            scaled = values[: settings["num_ids"][row]] / settings["temperature"][row]
+            stays = scaled >= np.sort(scaled)[-settings["top_k"][row]]
+            stays[token] = True
+            total = np.log(np.sum(np.exp(scaled[stays] - scaled[token])))
+            result[row, column] = -total
+    return result
+
+
+def sampled_answers(seed=3, temperature=0.7, top_k=40):
+    """Conversations apart as if the model had answered: ratios on both sides of both clips."""
+    rows = apart(conversations(seed))
+    rng = np.random.default_rng(seed)
+    settings = {
+        "temperature": np.full(ROWS, temperature, np.float32),
+        "top_k": np.full(ROWS, top_k, np.int32),
+        "num_ids": np.full(ROWS, CONFIG.vocab_size - 1, np.int32),
+    }
+    zeros = np.zeros(rows.tokens.shape, np.float32)
+    tokens = np.minimum(rows.tokens, CONFIG.vocab_size - 2)
+    advantages = rng.standard_normal(ROWS).astype(np.float32)
+    rows = rows._replace(tokens=tokens, sampled=Sampled(advantages, zeros, zeros, settings, zeros))
+    near = drawn_log_probs(WEIGHTS, rows)
+    old, sampler, reference = (
+        (near + width * rng.standard_normal(near.shape)).astype(np.float32)
+        for width in (0.3, 0.3, 0.5)
+    )
+    sampled = rows.sampled._replace(old=old, sampler=sampler, reference=reference)
+    return rows._replace(sampled=sampled)
+
+
+def grpo_loss(options, weights, rows):
+    """Shao et al. 2024, eq. 3 and 4, token by token, in float64."""
+    total, num_tokens, num_rows = 0.0, 0, 0
+    log_probs = drawn_log_probs(weights, rows)
+    sampled = rows.sampled
+    for row in range(len(rows.tokens)):
+        losses = []
+        for column in np.flatnonzero(rows.counted[row]):
+            if column == 0 or rows.segments[row, column] != rows.segments[row, column - 1]:
+                continue
+            here = row, column
+            advantage = np.float64(sampled.advantages[row])
+            ratio = np.exp(log_probs[here] - sampled.old[here])
+            clipped = min(max(ratio, 1 - options.clip_low), 1 + options.clip_high)
+            loss = -min(ratio * advantage, clipped * advantage)
+            if options.importance_cap:
+                drift = np.float64(sampled.old[here]) - sampled.sampler[here]
+                loss *= min(np.exp(drift), options.importance_cap)
+            if options.kl:
+                difference = sampled.reference[here] - log_probs[here]
+                loss += options.kl * (np.exp(difference) - difference - 1)
+            losses.append(loss)
+        num_tokens += len(losses)
+        num_rows += 1
+        shares = {
+            "tokens": 1.0,
+            "answers": 1 / max(len(losses), 1),
+            "constant": 1 / options.max_answer_tokens,
+        }
+        total += np.sum(losses) * shares[options.normalization]
+    return total / (num_tokens if options.normalization == "tokens" else num_rows)
 
 
 def first_step(kind, rows, training):

@@ -164,11 +164,11 @@ def drawn_log_probs(
     of them may truncate it. Which tokens stay is a constant to gradients.
     """
     shifted = truncated_logits(logits, temperature)
-    kept = shifted > -jnp.inf
+    stays = shifted > -jnp.inf
     if settings:
-        kept = truncated_logits(jax.lax.stop_gradient(logits), temperature, **settings) > -jnp.inf
+        stays = truncated_logits(jax.lax.stop_gradient(logits), temperature, **settings) > -jnp.inf
     is_drawn = jnp.arange(logits.shape[-1]) == drawn[:, None]
-    shifted = jnp.where(kept | is_drawn, shifted, -jnp.inf)
+    shifted = jnp.where(stays | is_drawn, shifted, -jnp.inf)
     exponentials = jnp.exp(shifted)
     total = jnp.sum(exponentials, axis=-1)
     log_total = jnp.log(total)

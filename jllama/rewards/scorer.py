@@ -176,7 +176,7 @@ class _Workers:
 
     def _start(self) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("worker.py")), self.spec],
+            [sys.executable, "-m", "jllama.rewards.worker", self.spec],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

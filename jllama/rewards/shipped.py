@@ -90,10 +90,10 @@ def json_by_schema(argument: str) -> Reward:
             schema = json.loads(Path(argument).read_text(encoding="utf-8"))
 
     def score(prompt: Any, answers: Sequence[str], row: Mapping[str, Any]) -> list[float]:
-        wanted = field(row, "schema") if schema is None else schema
-        kind = jsonschema.validators.validator_for(wanted)
-        kind.check_schema(wanted)
-        return [float(_is_valid(kind(wanted), answer)) for answer in answers]
+        expected = field(row, "schema") if schema is None else schema
+        validator = jsonschema.validators.validator_for(expected)
+        validator.check_schema(expected)
+        return [float(_is_valid(validator(expected), answer)) for answer in answers]
 
     return score
 

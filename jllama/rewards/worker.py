@@ -4,7 +4,6 @@ Its argument is the specification of a reward. It answers each line
 of its input, JSON of ``[prompt, answers, row]``, with a line: JSON of the scores, or of an error.
 """
 
-import importlib
 import importlib.util
 import json
 import os
@@ -12,6 +11,8 @@ import signal
 import sys
 from pathlib import Path
 from typing import Any
+
+from jllama.rewards.shipped import REWARDS
 
 
 def load_function(spec: str) -> Any:
@@ -21,9 +22,8 @@ def load_function(spec: str) -> Any:
     """
     path, _, name = spec.rpartition(":")
     if not path.endswith(".py"):
-        shipped = importlib.import_module("jllama.rewards.shipped")
         name, _, argument = spec.partition(":")
-        return shipped.REWARDS[name](argument)
+        return REWARDS[name](argument)
     sys.path.insert(0, str(Path(path).resolve().parent))
     module_spec = importlib.util.spec_from_file_location("rewards_of_the_user", path)
     assert module_spec is not None

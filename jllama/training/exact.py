@@ -67,9 +67,9 @@ class ExactLayer(Layer):
         values = write_slots(cached[1], value, inputs.slots)
 
         # Attention, with each query as a row of its own, and what follows.
-        attend = functools.partial(self._block_attention, inputs, (keys, values))
+        attention = functools.partial(self._block_attention, inputs, (keys, values))
         rows = jnp.broadcast_to(jnp.arange(batch)[:, None], (batch, seq))
-        mixed = in_blocks(attend, query.swapaxes(1, 2), rows, inputs.slots)
+        mixed = in_blocks(attention, query.swapaxes(1, 2), rows, inputs.slots)
         return in_blocks(self._block_output, x, mixed), (keys, values)
 
     def finish(self, x: Array, scale: Array, inputs: AttentionInputs) -> Array:

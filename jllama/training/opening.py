@@ -139,7 +139,6 @@ def open_run(
 
     # The checkpoint to resume from.
     if isinstance(data, PromptDataset):
-        assert origin is not None
         batches = open_rollouts(data, config, training, origin, state if has_reference else None)
     else:
         batches = open_batches(data, config, training)
@@ -152,10 +151,7 @@ def open_run(
         check_origin(meta, data.fingerprint, fingerprint, checkpoints, step)
         batches.set_state(meta["batches"])
         tracker.start_s -= meta["seconds"]
-        done[CHECKPOINTS] = step
-        for name, key in ((METRICS, "validation_loss"), (SAMPLES, "text")):
-            logged = [line["step"] for line in read_lines(folder / name, key)]
-            done[name] = max((number for number in logged if number <= step), default=0)
+        done = last_records(folder, step)
     assert state is not None
 
     # The folder.
@@ -181,6 +177,15 @@ def open_run(
     )
     log_facts(run)
     return run
+
+
+def last_records(folder: Path, step: int) -> dict[str, int]:
+    """Return ``Run.done`` of a run that resumes from the checkpoint of ``step``."""
+    done = {CHECKPOINTS: step}
+    for name, key in ((METRICS, "validation_loss"), (SAMPLES, "text")):
+        logged = [line["step"] for line in read_lines(folder / name, key)]
+        done[name] = max((number for number in logged if number <= step), default=0)
+    return done
 
 
 def check_options(config: TrainConfig, folder: Path) -> None:
@@ -321,10 +326,11 @@ def open_rollouts(
     data: PromptDataset,
     config: TrainConfig,
     training: Training,
-    origin: Checkpoint,
+    origin: Checkpoint | None,
     initial: TrainState | None,
 ) -> Rollouts:
     """Return batches of the model's own answers; ``initial`` is the reference model's state."""
+    assert origin is not None
     if jax.process_count() > 1:
         raise UsageError(f"reward is {config.reward}; it must be left out with several processes")
     grpo = config.training.grpo
