@@ -424,7 +424,7 @@ def evaluate_best(run: Run) -> Evaluation | None:
         gzip_bits = run.data.facts().get(GZIP)
         gzip = f"; gzip -9 needs {gzip_bits}" if gzip_bits else ""
         tracker.say(
-            f"Best checkpoint (step {best_step}) on the whole validation text: {final}{gzip}.",
+            f"Best checkpoint (step {best_step}) on all validation data: {final}{gzip}.",
             "bold",
         )
     return final

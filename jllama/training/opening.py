@@ -341,8 +341,8 @@ def open_rollouts(
     model = LanguageModel(config.model, {}, data.tokenizer, template, stop_ids)
     reference = None
     if initial:
-        # The step donates its state, so that the reference needs arrays of its own.
-        reference = jax.tree.map(jnp.copy, initial.params), initial.base
+        # The step donates its state, so that the reference needs parameters of its own.
+        reference = jax.tree.map(jnp.copy, initial.params)
     sampler = Sampler(model, config, training)
     return Rollouts(data, config, sampler, scorer, reference)
 

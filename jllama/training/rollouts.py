@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from jllama.data.batches import Batch, Sampled
 from jllama.data.prompts import PromptDataset, PromptRow
@@ -158,7 +158,7 @@ class Rollouts:
     config: TrainConfig
     sampler: Sampler
     scorer: Scorer
-    reference: tuple[Params, Params | None] | None = None  # the model before training
+    reference: Params | None = None  # of the model before training, over the same ``base``
 
     def __post_init__(self) -> None:
         options = self.config.training
@@ -230,16 +230,15 @@ class Rollouts:
         num_ids = self.data.tokenizer.vocab_size
         is_token, batch = assemble(samples, advantages, self.config, num_ids)
         on_devices = put_on_devices(batch, training.batch_sharding)
-        current = state.params, state.base
+        score = functools.partial(sampled_log_probs, training, on_devices, is_token, state.base)
         exact = self.sampler.exact
-        old = self._log_probs(training, on_devices, is_token, current, exact)
+        old = score(state.params, exact)
         assert batch.sampled is not None
         sampled = batch.sampled._replace(old=old)
         if self.reference:
             if exact:
-                exact = (_stack_layers(self.sampler.convert(*self.reference)),)
-            reference = self._log_probs(training, on_devices, is_token, self.reference, exact)
-            sampled = sampled._replace(reference=reference)
+                exact = (_stack_layers(self.sampler.convert(self.reference, state.base)),)
+            sampled = sampled._replace(reference=score(self.reference, exact))
         scored_s = time.perf_counter()
 
         # 4) Figures.
@@ -255,14 +254,6 @@ class Rollouts:
         }
         self.records.append(figures)
         return batch._replace(sampled=sampled)
-
-    def _log_probs(
-        self, training: Training, batch: Batch, is_token: Any, weights: Any, exact: Any
-    ) -> Float[np.ndarray, "rows window"]:
-        log_probs = training.drawn_log_probs(weights[0], batch, weights[1], *exact)
-        log_probs = np.asarray(log_probs)
-        columns = np.pad(log_probs, ((0, 0), (1, 0)))
-        return np.where(is_token, columns, 0).astype(np.float32)
 
     def evaluate(
         self, state: TrainState, num_prompts: int
@@ -301,6 +292,20 @@ def score_samples(
         [row.place for row in rows],
     )
     return scores.total, scores.parts
+
+
+def sampled_log_probs(
+    training: Training,
+    batch: Batch,
+    is_token: Bool[np.ndarray, "rows window"],
+    base: Params | None,
+    params: Params,
+    exact: tuple[DecodeParams, ...],
+) -> Float[np.ndarray, "rows window"]:
+    """Return the trainer's log-probabilities of the tokens of answers, and zeros elsewhere."""
+    log_probs = np.asarray(training.drawn_log_probs(params, batch, base, *exact))
+    columns = np.pad(log_probs, ((0, 0), (1, 0)))
+    return np.where(is_token, columns, 0).astype(np.float32)
 
 
 def group_advantages(rewards: _Rewards, kind: str) -> _Rewards:
