@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args, get_origin
 
 from jllama.errors import UsageError, check_fields, check_size
 from jllama.rope_scaling import MAX_SEQ_LEN, RopeScaling
@@ -212,6 +212,8 @@ class LlamaConfig:
     >>> config.head_dim, config.mlp_dim
     (64, 1536)
     """
+
+    compiler_options: ClassVar[dict[str, Any]] = {}  # XLA's, of programs that generate text
 
     vocab_size: int = 0
     num_layers: int = 4

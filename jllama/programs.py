@@ -62,15 +62,22 @@ def enable_store(*task: str) -> None:
 def call(function: Any, *args: Any) -> Any:
     """Return ``function(*args)``, with a stored program if there is one.
 
-    ``function`` is made by ``jax.jit``; its static arguments are configurations and ``int``.
+    ``function`` is made by ``jax.jit``; its static arguments are configurations and ``int``. A
+    configuration with ``compiler_options`` has programs of its own, which are not stored.
     """
-    if not _is_enabled.is_set():
+    options = next((arg.compiler_options for arg in args if isinstance(arg, LlamaConfig)), {})
+    if not _is_enabled.is_set() and not options:
         return function(*args)
     static = tuple(arg for arg in args if isinstance(arg, LlamaConfig | int))
     dynamic = [arg for arg in args if not isinstance(arg, LlamaConfig | int)]
     leaves, tree = jax.tree.flatten(dynamic)
     shapes = static, tree, *((leaf.shape, leaf.dtype) for leaf in leaves)
     name = function, shapes
+    if options:
+        name = (*name, *(getattr(leaf, "sharding", None) for leaf in leaves))
+        if name not in _programs:
+            _programs[name] = function.lower(*args).compile(options)
+        return _programs[name](*dynamic)
     if name not in _programs:
         _programs[name] = _find(function, args, shapes) if _is_all_own(static) else None
     program = _programs[name]

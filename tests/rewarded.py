@@ -29,7 +29,7 @@ from jllama.tokenizers import BytesTokenizer
 from jllama.training import exact, objectives, rollouts, step
 
 CONFIG = dataclasses.replace(SERVED, max_seq_len=64)
-GRPO = GrpoConfig(group_size=4, max_answer_tokens=8, eval_prompts=4)
+GRPO = GrpoConfig(group_size=4, max_answer_tokens=8, eval_prompts=4, mask_overlong=False)
 LOOP = LoopConfig(
     objective="grpo",
     dtype="float32",
@@ -99,8 +99,8 @@ EXACT |= {
     }
 }
 EIGHT_DEVICES = {
-    "eight devices": {"dtype": "float32", "mesh": MeshConfig(data=8)},
-    "eight devices, bfloat16": {"dtype": "bfloat16", "accumulation": 2, "mesh": MeshConfig(data=8)},
+    "data=8": {"dtype": "float32", "mesh": MeshConfig(data=8)},
+    "data=4 fsdp=2": {"dtype": "bfloat16", "accumulation": 2, "mesh": MeshConfig(data=4, fsdp=2)},
 }
 
 
@@ -173,7 +173,7 @@ def mask_off_by_one():
 @contextlib.contextmanager
 def blocks_of_another_size():
     """The trainer computes fewer tokens at once than the sampler."""
-    with mock.patch.object(step, "sampler_block", lambda *_: 3):
+    with mock.patch.object(step, "sampler_block", return_value=3):
         yield
 
 

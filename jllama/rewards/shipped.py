@@ -120,7 +120,7 @@ def expression(argument: str) -> Reward:
 
     def score(prompt: Any, answers: Sequence[str], row: Mapping[str, Any]) -> list[float]:
         text = render(template, prompt=prompt, answers=[*answers], row={**row})
-        return [json.loads(line) for line in text.splitlines()]
+        return [float(json.loads(line)) for line in text.splitlines()]
 
     return score
 

@@ -346,6 +346,8 @@ class TrainConfig:
         )
         check = functools.partial(check_fields, self.training, "training.")
         check("objective", lambda name: name in ("auto", "grpo"), "auto or grpo, with reward")
+        if self.training.grpo.exact:
+            check_fields(self.mesh, "mesh.", "tensor", lambda ways: ways == 1, "1 in exact mode")
         size = self.training.grpo.group_size
         check(
             "batch_size",

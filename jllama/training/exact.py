@@ -10,7 +10,7 @@ prompts were cut. The backward pass is the usual one, at these activations.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,8 @@ class ExactConfig(LlamaConfig):
     """A Llama whose layers compute blocks of ``block_tokens`` tokens, whatever the batch."""
 
     block_tokens: int = 8
+    # Which roundings a program leaves out would depend on the program.
+    compiler_options: ClassVar[dict[str, Any]] = {"xla_allow_excess_precision": False}
 
 
 def exact_config(config: LlamaConfig, block_tokens: int) -> ExactConfig:

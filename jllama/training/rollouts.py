@@ -10,12 +10,16 @@ One batch, from top to bottom::
 
 import dataclasses
 import functools
+import itertools
 import time
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Bool, Float
 
 from jllama.data.batches import Batch, Sampled
@@ -25,7 +29,7 @@ from jllama.errors import UsageError
 from jllama.functional import TRUNCATIONS
 from jllama.functional.shapes import power_of_two_at_least
 from jllama.generation.engine import Engine
-from jllama.generation.requests import Answer, Request
+from jllama.generation.requests import Answer, Request, Row
 from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.language_model import LanguageModel
 from jllama.parameters import Params
@@ -59,6 +63,9 @@ class Sample(NamedTuple):
 class Sampler:
     """The engine that answers prompts with the weights of the current step.
 
+    In exact mode each device has an engine of its own, since a program for several devices rounds
+    otherwise than one for a device, which the trainer's programs are made of.
+
     Args:
         model: the tokenizer, chat template and stop ids, with any weights of the architecture.
         config: ``training``, ``sampling`` and ``seed`` are read.
@@ -70,40 +77,45 @@ class Sampler:
     training: Training
 
     def __post_init__(self) -> None:
-        self.engine: Engine | None = None
+        self.engines: list[Engine] = []
         convert = functools.partial(decoding_weights, self.training, self.config)
         # One program is faster than one a weight. Over several devices, the weights stay split.
         self.convert = jax.jit(convert) if self.training.mesh.size == 1 else convert
         self.exact: tuple[DecodeParams, ...] = ()  # what the trainer's programs take in exact mode
-        options = self.config.training
-        if options.grpo.exact:
+        if self.config.training.grpo.exact:
             block_tokens = sampler_block(self.config, self.training.mesh)
             config = exact_config(self.model.config, block_tokens)
             self.model = dataclasses.replace(self.model, config=config)
 
     def load(self, params: Params, base: Params | None) -> None:
         """Give the engine the weights of a step."""
-        weights = self.convert(params, base)
-        model = dataclasses.replace(self.model, params=weights)
-        if self.config.training.grpo.exact:
+        options = self.config.training
+        weights = self.weights(params, base)
+        copies = [weights]
+        if options.grpo.exact:
             self.exact = (_stack_layers(weights),)
-        if self.engine is None:
-            options = self.config.training
-            self.engine = Engine(
-                model,
-                options.batch_size,
-                context=options.seq_len + 1,
-                prefix_tokens=_PREFIX_TOKENS,
-            )
+            copies = [on_device(weights, index) for index in range(self.training.mesh.size)]
+        models = [dataclasses.replace(self.model, params=copy) for copy in copies]
+        if self.engines:
+            for engine, model in zip(self.engines, models, strict=True):
+                engine.replace_weights(model)
         else:
-            self.engine.replace_weights(model)
+            num_slots = options.batch_size // len(models)
+            sizes: Any = {"context": options.seq_len + 1, "prefix_tokens": _PREFIX_TOKENS}
+            self.engines = [Engine(model, num_slots, **sizes) for model in models]
+
+    def weights(self, params: Params, base: Params | None) -> DecodeParams:
+        """Return the weights for decoding; in exact mode they are whole on each device."""
+        weights = self.convert(params, base)
+        if self.config.training.grpo.exact:
+            weights = jax.device_put(weights, NamedSharding(self.training.mesh, PartitionSpec()))
+        return weights
 
     def answer(self, prompts: Sequence[PromptRow], seeds: Sequence[int]) -> list[Sample]:
         """Return an answer to each prompt, drawn by its seed."""
-        assert self.engine is not None
         stop_ids = self.model.stop_ids or (self.model.text_tokenizer.eos_id,)
         rows = []
-        for prompt, seed in zip(prompts, seeds, strict=True):
+        for engine, prompt, seed in zip(itertools.cycle(self.engines), prompts, seeds):
             sampling = dataclasses.replace(self.config.sampling, seed=seed)
             request = Prompt(
                 prompt.ids,
@@ -112,19 +124,15 @@ class Sampler:
                 stop_ids=stop_ids,
                 drawn_log_probs=True,
             )
-            rows.append(self.engine.submit(Request(request)))
-        answers = []
-        try:
-            while self.engine.busy:
-                events = self.engine.step()
-                answers += [(row, event) for row, event in events if isinstance(event, Answer)]
-        except BaseException:
-            self.engine.reset()
-            raise
-        by_row = dict(answers)
+            rows.append(engine.submit(Request(request)))
+        if len(self.engines) == 1:
+            answers = finished_rows(self.engines[0])
+        else:
+            with ThreadPoolExecutor(len(self.engines)) as pool:
+                answers = dict(ChainMap(*pool.map(finished_rows, self.engines)))
         samples = []
         for prompt, row in zip(prompts, rows, strict=True):
-            completion = by_row[row].completion
+            completion = answers[row].completion
             ids = [token.id for token in row.tokens]
             log_probs = [token.log_prob or 0.0 for token in row.tokens]
             is_overlong = completion.finish_reason in ("length", "context")
@@ -135,6 +143,24 @@ class Sampler:
 _stack_layers = jax.jit(stack_layers)
 
 
+def on_device(weights: DecodeParams, index: int) -> DecodeParams:
+    """Return the weights of one device, from whole ones on each."""
+    return jax.tree.map(lambda leaf: leaf.addressable_shards[index].data, weights)
+
+
+def finished_rows(engine: Engine) -> dict[Row, Answer]:
+    """Return the answers to all requests of an engine."""
+    answers = []
+    try:
+        while engine.busy:
+            events = engine.step()
+            answers += [(row, event) for row, event in events if isinstance(event, Answer)]
+    except BaseException:
+        engine.reset()
+        raise
+    return dict(answers)
+
+
 def decoding_weights(
     training: Training, config: TrainConfig, params: Params, base: Params | None
 ) -> DecodeParams:
@@ -142,7 +168,8 @@ def decoding_weights(
     weights = training.trainable.merge(params, base)
     dtype = compute_dtype(config, training.mesh)
     weights = jax.tree.map(lambda leaf: leaf.astype(dtype), weights)
-    return decode_layout(weights, config.model, joins=training.mesh.size == 1)
+    is_whole = config.training.grpo.exact or training.mesh.size == 1
+    return decode_layout(weights, config.model, joins=is_whole)
 
 
 @dataclasses.dataclass
@@ -231,13 +258,13 @@ class Rollouts:
         is_token, batch = assemble(samples, advantages, self.config, num_ids)
         on_devices = put_on_devices(batch, training.batch_sharding)
         score = functools.partial(sampled_log_probs, training, on_devices, is_token, state.base)
-        exact = self.sampler.exact
-        old = score(state.params, exact)
+        old = score(state.params, self.sampler.exact)
         assert batch.sampled is not None
         sampled = batch.sampled._replace(old=old)
         if self.reference:
+            exact = self.sampler.exact
             if exact:
-                exact = (_stack_layers(self.sampler.convert(self.reference, state.base)),)
+                exact = (_stack_layers(self.sampler.weights(self.reference, state.base)),)
             sampled = sampled._replace(reference=score(self.reference, exact))
         scored_s = time.perf_counter()
 

@@ -34,7 +34,7 @@ from jllama.model import LayerGather, Llama, build_model, check_attention, check
 from jllama.parameters import Params
 from jllama.sharding import BATCH, gather_groups, make_mesh, ruleset, state_sharding
 from jllama.training.config import LoopConfig, TrainConfig
-from jllama.training.exact import ExactValues, exact_config
+from jllama.training.exact import ExactConfig, ExactValues, exact_config
 from jllama.training.objectives import (
     OBJECTIVES,
     Objective,
@@ -491,6 +491,8 @@ def compile_training(
 
     # The programs.
     xla_options = {**options.compiler_options, **(compiler_options or {})}
+    if options.grpo.exact:
+        xla_options |= ExactConfig.compiler_options
     if is_deterministic(config, mesh) and device in jax.devices():
         # Kernels are only timed where the device is present; for an absent one XLA finds none that
         # it may exclude.

@@ -1,76 +1,33 @@
-"""Short runs of training from rewards: what sampler and trainer compute, what a reward that fails
-or says nothing does, and that a run is the same again, whole or resumed.
+"""Short runs of training from rewards: what is computed and logged, what a reward that fails or
+says nothing does, and that a run is the same again, whole or resumed.
 """
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
+import rewarded
 from helpers import assert_same_bits
-from models import SERVED, weights
+from rewarded import GRPO, LOOP, largest_mismatch, lines, train
 
-import jllama
-from jllama import GrpoConfig, LoopConfig, OptimizerConfig, SamplingParams, TrainConfig
-from jllama.checkpoints.run_checkpoints import RunCheckpoints
-from jllama.data.config import DataConfig
-from jllama.language_model import LanguageModel
-from jllama.tokenizers import BytesTokenizer
+from jllama.config import LoraConfig
+from jllama.errors import JllamaError
 
-CONFIG = dataclasses.replace(SERVED, max_seq_len=64)
-GRPO = GrpoConfig(group_size=4, max_answer_tokens=8, eval_prompts=4)
-LOOP = LoopConfig(
-    objective="grpo",
-    dtype="float32",
-    batch_size=8,
-    seq_len=31,
-    steps=4,
-    eval_every=2,
-    log_every=1,
-    grpo=GRPO,
-)
-FEW_LETTERS = "expression:-(answer | lower | list | unique | list | length)"
-"""A reward that random answers differ in."""
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A random model with a tokenizer, and prompts."""
     folder = tmp_path_factory.mktemp("rollouts")
-    model = LanguageModel(CONFIG, weights(CONFIG), BytesTokenizer())
-    jllama.save(model, folder / "base", "orbax")
-    with (folder / "prompts.jsonl").open("w") as file:
-        for number in range(20):
-            row = {"prompt": f"{number}+{number}=", "answer": str(2 * number), "number": number}
-            file.write(json.dumps(row) + "\n")
+    rewarded.prepare(folder)
     return folder
-
-
-def train(folder, name, *, reward=FEW_LETTERS, grpo=GRPO, loop=LOOP, **options):
-    """Run and return what it has written: the folder, the lines of its metrics and answers."""
-    config = TrainConfig(
-        CONFIG,
-        init_from=str(folder / "base"),
-        run_dir=str(folder / name),
-        data=DataConfig(path=str(folder / "prompts.jsonl"), cache_dir=str(folder / "cache")),
-        reward=reward,
-        sampling=SamplingParams(temperature=1.0, top_p=1.0),
-        optimizer=OptimizerConfig(learning_rate=1e-2, schedule="constant", weight_decay=0.0),
-        training=dataclasses.replace(loop, grpo=grpo),
-        **options,
-    )
-    jllama.train(config)
-    return folder / name
-
-
-def lines(run, key, name="metrics.jsonl"):
-    records = [json.loads(line) for line in (run / name).read_text().splitlines()]
-    return [record for record in records if key in record]
-
-
-def params(run, step):
-    return RunCheckpoints(run / "checkpoints", read_only=True).restore(step)["params"]
 
 
 @pytest.fixture(scope="module")
@@ -78,5 +35,179 @@ def run(folder):
     return train(folder, "run")
 
 
-def test_try(run):
-    for l in lines(run, "reward"): print(l)
+def arrays(run, step):
+    """Everything that a step has saved."""
+    with ocp.StandardCheckpointer() as reader:
+        items = run / "checkpoints" / str(step)
+        return {item: reader.restore(items / item) for item in ("params", "state")}
+
+
+def test_each_step_says_what_it_was(run):
+    records = lines(run, "reward")
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    for record in records:
+        assert record["reward_parts"] == {rewarded.FEW_LETTERS: record["reward"]}
+        assert 0 <= record["no_signal"] <= 1
+        assert 0 < record["answer_tokens"] <= GRPO.max_answer_tokens
+        assert record["sampled_tokens"] == record["answer_tokens"] * LOOP.batch_size
+        assert 0 < record["mismatch_max"] < 1e-5
+        assert record["mismatch_mean"] <= record["mismatch_max"]
+        assert record["mismatch_outside"] == 0
+        assert record["figures"].keys() == {"clipped", "entropy", "ratio_change"}
+        assert record["figures"]["ratio_change"] < 1e-5
+        phases = [record[f"{name}_s"] for name in ("sampling", "reward", "scoring", "training")]
+        assert min(phases) > 0
+        assert sum(phases) == pytest.approx(record["step_s"], rel=0.5)
+        for name in ("sampling", "scoring", "training"):
+            assert record[f"{name}_tokens_per_s"] > 0
+
+
+def test_answers_are_side_by_side_over_time(run):
+    """The same held-out prompts at each evaluation, in the log and on the page."""
+    answers = lines(run, "text", "samples.jsonl")
+    by_step = {step: [a["prompt"] for a in answers if a["step"] == step] for step in (2, 4)}
+    assert by_step[2] == by_step[4]
+    assert len(by_step[2]) == GRPO.eval_prompts
+    page = (run / "report.html").read_text()
+    for prompt in by_step[2]:
+        assert page.count(prompt.replace("+", "+")) >= 1
+    for title in ("reward", "entropy", "largest mismatch", "tokens of an answer"):
+        assert title in page
+
+
+def test_a_resumed_run_is_the_same(folder, run):
+    """Two steps and then two more: the same answers, rewards and bits."""
+    half = dataclasses.replace(LOOP, steps=2)
+    train(folder, "halves", loop=half)
+    train(folder, "halves", resume="auto", resume_with_changes=True)
+    assert_same_bits(arrays(folder / "halves", 4), arrays(run, 4))
+
+    def answers(run):
+        return [(a["step"], a["prompt"], a["text"]) for a in lines(run, "text", "samples.jsonl")]
+
+    def figures(run):
+        names = ("reward", "answer_tokens", "mismatch_max", "loss")
+        return [[record[name] for name in names] for record in lines(run, "reward")]
+
+    assert answers(folder / "halves") == answers(run)
+    assert figures(folder / "halves") == figures(run)
+
+
+def test_a_constant_reward_changes_nothing(folder):
+    """Not a bit of the weights; all groups are without signal."""
+    constant = train(folder, "constant", reward="expression:1")
+    assert {record["no_signal"] for record in lines(constant, "reward")} == {1.0}
+    assert {record["grad_norm"] for record in lines(constant, "reward")} == {0.0}
+    last = jax.tree.map(np.asarray, arrays(constant, 4)["params"])
+    assert_same_bits(last, jax.tree.map(np.asarray, rewarded.weights(rewarded.CONFIG)))
+
+
+def test_several_updates_are_from_the_same_answers(folder):
+    """Adapters, with the model before training as the reference at no cost: the first update has
+    ratios of 1 and no divergence, the second has both.
+    """
+    grpo = dataclasses.replace(GRPO, updates=2, kl=0.1)
+    run = train(folder, "updates", grpo=grpo, lora=LoraConfig(rank=4, alpha=8.0))
+    assert [record["step"] for record in lines(run, "reward")] == [2, 4]
+    figures = [record["figures"] for record in lines(run, "figures")]
+    assert all(record["ratio_change"] > 1e-4 for record in figures)
+    assert figures[0]["kl"] > 0
+    assert figures[0]["kl"] < figures[1]["kl"]
+
+
+def test_rewards_that_fail_leave_the_step_out(folder, capfd):
+    """With the row in a sentence; the next steps are taken."""
+    (folder / "fails.py").write_text(
+        "calls = []\n"
+        "def score(prompt, answers, row):\n"
+        "    calls.append(row)\n"
+        "    if len(calls) == 3:\n"
+        "        raise ValueError('no idea')\n"
+        "    return [len(set(answer)) for answer in answers]\n"
+    )
+    run = train(folder, "fails", reward=f"{folder}/fails.py:score")
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "left out" in line]
+    assert line.startswith("step 2 is left out")
+    assert "fails.py:score failed for " in line
+    assert "prompts.jsonl" in line
+    assert line.endswith("ValueError: no idea")
+    assert [record["step"] for record in lines(run, "reward")] == [1, 3, 4]
+
+
+def test_rewards_that_always_fail_end_the_run(folder):
+    """After some steps in a row, with nothing lost."""
+    with pytest.raises(
+        JllamaError, match=r"failed for .*prompts\.jsonl line \d+: the row has no field answer"
+    ):
+        train(folder, "never", reward="exact", loop=dataclasses.replace(LOOP, steps=40))
+
+
+def test_overlong_answers_are_left_out_or_not(folder):
+    """All answers of one token are cut off, so nothing is left to learn from."""
+    grpo = dataclasses.replace(GRPO, max_answer_tokens=1)
+    loop = dataclasses.replace(LOOP, steps=1)
+    for mask, expected in ((True, {0.0}), (False, set())):
+        options = dataclasses.replace(grpo, mask_overlong=mask)
+        run = train(
+            folder, f"cut {mask}", grpo=options, loop=loop, reward="expression:answer|length"
+        )
+        records = lines(run, "reward")
+        assert {record["overlong"] for record in records} == {1.0}
+        assert expected <= {record["grad_norm"] for record in records}
+
+
+@pytest.fixture(scope="module")
+def exact_run(folder):
+    return train(folder, "exact", grpo=dataclasses.replace(GRPO, exact=True))
+
+
+def test_exact_mode_has_no_mismatch(exact_run, run):
+    """And is the same training but for rounding."""
+    assert largest_mismatch(exact_run) == 0
+    assert {record["figures"]["ratio_change"] for record in lines(exact_run, "figures")} == {0.0}
+    first, usual = (lines(folder, "reward")[0] for folder in (exact_run, run))
+    assert first["reward"] == usual["reward"]
+    assert first["loss"] == pytest.approx(usual["loss"], rel=1e-4)
+    assert first["grad_norm"] == pytest.approx(usual["grad_norm"], rel=1e-4)
+
+
+def report_of(which, **variables):
+    """What a process of ``rewarded`` prints, with the compiler's usual options."""
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(map(str, PATHS))}
+    done = subprocess.run(
+        [sys.executable, rewarded.__file__, which],
+        env=environment | variables,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+PATHS = [ROOT, ROOT / "tests"]
+
+
+@pytest.mark.slow
+def test_exact_mode_is_exact_for_every_batch():
+    """Float32 and bfloat16, 1, 2 and 8 parts of a batch, with hits in the prefix cache."""
+    for case, (mismatch, num_tokens) in report_of("exact").items():
+        assert (mismatch, num_tokens > 1000) == (0, True), case
+
+
+@pytest.mark.slow
+def test_exact_mode_is_exact_on_eight_devices():
+    flags = "--xla_force_host_platform_device_count=8"
+    for case, (mismatch, num_tokens) in report_of("meshes", XLA_FLAGS=flags).items():
+        assert (mismatch, num_tokens > 1000) == (0, True), case
+
+
+@pytest.mark.slow
+def test_mistakes_are_seen():
+    """In exact mode any mistake is above what no mistake has, which is zero."""
+    report = report_of("mistakes")
+    assert report.keys() == rewarded.MISTAKES.keys()
+    for mistake, mismatch in report.items():
+        expected = 1e-7 if mistake == "blocks of another size" else 1e-3
+        assert mismatch > expected, mistake
