@@ -133,7 +133,7 @@ def _ids(
     prompt: Any, fields: dict[str, Any], tokenizer: Tokenizer, template: str | None
 ) -> tuple[int, ...]:
     """Return the tokens that an answer to a prompt starts from."""
-    if isinstance(prompt, str):
+    if isinstance(prompt, str) and prompt:
         bos = [tokenizer.bos_id] if tokenizer.add_bos else []
         return (*bos, *tokenizer.encode(prompt))
     if not isinstance(prompt, list) or not prompt:

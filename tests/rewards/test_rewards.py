@@ -1,0 +1,238 @@
+"""Rewards: what the shipped ones say, and that one that fails, hangs or dies is a sentence."""
+
+import math
+import time
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+import jllama
+from jllama.errors import JllamaError
+from jllama.rewards import REWARDS, RewardError, Scorer
+from jllama.rewards.shipped import last_number
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def scores(spec, answers, row=None, prompt="?"):
+    """What a shipped reward gives to each answer."""
+    name, _, argument = spec.partition(":")
+    return REWARDS[name](argument)(prompt, answers, row or {})
+
+
+# Shipped rewards
+
+
+@pytest.mark.parametrize(
+    ("spec", "row", "right", "wrong"),
+    [
+        ("exact", {"answer": "42"}, ["42", " 42\n"], ["", "4", "42.", "42 42"]),
+        ("exact", {"answer": 42}, ["42"], ["43"]),
+        ("exact:result", {"result": "yes", "answer": "no"}, ["yes"], ["no"]),
+        ("number", {"answer": "42"}, ["42", "It is 42.", "6*7 = 42.0", "$42"], ["", "42 or 43"]),
+        ("number", {"answer": "1,234.5"}, ["1234.5", "1,234.50"], ["1234", "234.5"]),
+        ("number", {"answer": -7}, ["-7", "it is -7 degrees"], ["7"]),
+        ("number:n", {"n": 0.5}, [".5", "0.50"], ["5"]),
+        (r"regex:[a-c]+", {}, ["abc", " a "], ["", "abd", "x abc"]),
+        ("regex", {"pattern": "a.b"}, ["a\nb"], ["ab"]),
+        ("regex:a:b", {}, ["a:b"], ["a"]),
+        ("json", {"schema": SCHEMA}, ['{"name": "x", "age": 3}'], ['{"name": "x"}', "", "{"]),
+        ("json", {"schema": {}}, ["null", "[1]"], ["NaN", "[Infinity]", "{'a': 1}", "1 2"]),
+        ("expression:answer == row.a", {"a": "x"}, ["x"], ["y", ""]),
+        ("expression:answer|length > 2 and prompt in '??'", {}, ["abc"], ["ab"]),
+    ],
+)
+def test_shipped_rewards(spec, row, right, wrong):
+    assert scores(spec, right + wrong, row) == [1.0] * len(right) + [0.0] * len(wrong)
+
+
+def test_length_takes_off_what_is_too_much():
+    assert scores("length:4", ["", "1234", "12345", "12345678", "x" * 99]) == [0, 0, -0.25, -1, -1]
+
+
+@given(number=st.floats(-1e9, 1e9).map(lambda value: round(value, 3)), text=st.text("abc $=\n"))
+def test_a_number_is_found_however_it_is_written(number, text):
+    for written in (f"{number:.3f}", f"{number:,.3f}"):
+        assert last_number(f"12 {text} {written}") == pytest.approx(number, abs=1e-9)
+        assert last_number(f"12 {text} {written}.") == pytest.approx(number, abs=1e-9)
+
+
+@given(answers=st.lists(st.text(max_size=30), max_size=5), expected=st.text(max_size=10))
+def test_every_answer_has_a_score(answers, expected):
+    row = {"answer": expected + "1", "pattern": "a*", "schema": SCHEMA}
+    for spec in ("exact", "number", "regex", "json", "expression:answer|length", "length:5"):
+        found = scores(spec, answers, row)
+        assert len(found) == len(answers)
+        assert all(isinstance(score, float) and math.isfinite(score) for score in found)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("regex:(", r"the pattern '\(' is no regular expression"),
+        ("expression", "the reward expression needs one"),
+        ("expression:answer ==", "expression"),
+        ("length:none", "the reward length has 'none'; it needs a number: length:200"),
+        ("length:0", "it needs a number"),
+        ("json:missing.json", "missing.json"),
+        ("exakt", "reward"),
+        ("missing.py:score", "there is no file missing.py"),
+    ],
+)
+def test_a_specification_that_does_not_fit_is_one_sentence(spec, message):
+    with pytest.raises(JllamaError, match=message) as caught:
+        Scorer({spec: 1.0}).score(["?"], [["a"]], [{}], ["line 1"])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["answer.__class__", "answer.__class__.__mro__", "[].__class__", "cycler.__init__"],
+)
+def test_expressions_have_no_way_out(expression):
+    with pytest.raises(JllamaError, match="was stopped: it reaches for '__"):
+        scores(f"expression:{expression}", ["a"])
+
+
+# The scorer
+
+
+def score(scorer, answers=("a", "bb"), prompts=1, **row):
+    return scorer.score(
+        ["?"] * prompts,
+        [[*answers]] * prompts,
+        [row] * prompts,
+        [f"prompts.jsonl line {index + 1}" for index in range(prompts)],
+    )
+
+
+@pytest.fixture
+def scorer_of(tmp_path):
+    """Make scorers of functions' source, and close them."""
+    scorers = []
+
+    def make(source, others=None, **options):
+        path = tmp_path / "mine.py"
+        path.write_text(source)
+        scorers.append(Scorer({f"{path}:score": 1.0, **(others or {})}, **options))
+        return scorers[-1]
+
+    yield make
+    for scorer in scorers:
+        scorer.close()
+
+
+def test_parts_have_weights(scorer_of):
+    scorer = scorer_of(
+        "def score(prompt, answers, row):\n    return [len(a) + row['bonus'] for a in answers]",
+        {"exact": 2.0},
+    )
+    total, parts = score(scorer, bonus=0.5, answer="bb", prompts=3)
+    mine, exact = parts.values()
+    assert mine.tolist() == [[1.5, 2.5]] * 3
+    assert exact.tolist() == [[0, 1]] * 3
+    assert total.tolist() == [[1.5, 4.5]] * 3
+
+
+def test_functions_are_called_here():
+    scorer = Scorer(
+        {"mine": 1.0, "exact": 0.5},
+        functions={"mine": lambda prompt, answers, row: [len(answer) for answer in answers]},
+    )
+    assert score(scorer, answer="a").total.tolist() == [[1.5, 2.0]]
+    assert jllama.Scorer is Scorer
+
+
+FAILURES = {
+    "raises": ("raise ValueError('no idea')", "ValueError: no idea"),
+    "no number": ("return [float('nan')] * 2", "no finite number"),
+    "infinite": ("return [1, float('inf')]", "no finite number"),
+    "too few": ("return [1.0]", "returned 1 scores for the 2 answers"),
+    "a text": ("return ['x', 'y']", "could not convert"),
+    "nothing": ("return None", "TypeError"),
+    "dies": ("import os; os._exit(3)", "its process ended"),
+    "exits": ("import sys; sys.exit(1)", "its process ended"),
+    "hangs": ("import time; time.sleep(60)", "it took over 0.3 s"),
+    "spins": ("while True: pass", "it took over 0.3 s"),
+}
+
+
+def test_failures_are_sentences_and_the_next_call_works(scorer_of):
+    """All by one function, which does what the row says."""
+    branches = "".join(
+        f"    if row['does'] == {name!r}:\n        {body}\n" for name, (body, _) in FAILURES.items()
+    )
+    source = f"def score(prompt, answers, row):\n    print('a note')\n{branches}    return [1, 2]"
+    scorer = scorer_of(source, limit_s=0.3)
+    for name, (_, message) in FAILURES.items():
+        start_s = time.monotonic()
+        with pytest.raises(RewardError, match=message) as caught:
+            score(scorer, does=name)
+        text = str(caught.value)
+        assert "mine.py:score" in text, name
+        assert "prompts.jsonl line 1" in text, name
+        assert "\n" not in text, name
+        assert time.monotonic() - start_s < 30, name
+        assert score(scorer, does="its work").total.tolist() == [[1, 2]], name
+
+
+def test_a_pattern_that_takes_forever_ends():
+    scorer = Scorer({"regex:(a|aa)+$": 1.0}, limit_s=0.5)
+    try:
+        with pytest.raises(RewardError, match="took over"):
+            score(scorer, ["a" * 200 + "b"])
+        assert score(scorer, ["aaa"]).total.tolist() == [[1.0]]
+    finally:
+        scorer.close()
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def score(:", "SyntaxError"),
+        ("raise OSError('not today')", "OSError: not today"),
+        ("def other(): pass", "score"),
+        ("import no_such_module", "no_such_module"),
+        ("import os; os._exit(1)", "its process ended"),
+    ],
+)
+def test_a_file_that_cannot_be_imported_is_one_sentence(scorer_of, source, message):
+    with pytest.raises(JllamaError, match=message) as caught:
+        scorer_of(source)
+    assert "\n" not in str(caught.value)
+
+
+def test_processes_change_no_score(scorer_of, tmp_path):
+    """Nor whose scores they are; a module beside the file can be imported."""
+    (tmp_path / "beside.py").write_text("ONE = 1")
+    source = "import beside\ndef score(prompt, answers, row):\n"
+    source += "    return [row['number'] + beside.ONE, 1]"
+    rows = [{"number": number} for number in range(8)]
+    for num_processes in (1, 2):
+        scorer = scorer_of(source, num_processes=num_processes)
+        for _ in range(2):
+            found = scorer.score(["?"] * 8, [["a", "b"]] * 8, rows, ["line"] * 8)
+            assert found.total.tolist() == [[number + 1.0, 1.0] for number in range(8)]
+
+
+def test_the_fingerprint_is_of_weights_and_files(tmp_path):
+    path = tmp_path / "mine.py"
+    found = []
+    for source, weight in (("1", 1.0), ("1", 1.0), ("2", 1.0), ("2", 0.5)):
+        path.write_text(f"def score(prompt, answers, row):\n    return [{source}] * len(answers)")
+        scorer = Scorer({f"{path}:score": weight})
+        found.append(scorer.fingerprint())
+        scorer.close()
+    assert found[0] == found[1]
+    assert len(set(found)) == 3
+
+
+def test_rewards_can_be_added(monkeypatch):
+    monkeypatch.setitem(REWARDS, "short", lambda text: lambda *_: [1.0, -1.0])
+    assert score(Scorer({"short": 1.0})).total.tolist() == [[1.0, -1.0]]
