@@ -40,6 +40,11 @@ def resolve(
     task = "batches" if source else data_task(config.data)
     if config.reward:
         task = "prompt"
+    elif config.training.objective == "grpo" and not source:
+        raise UsageError(
+            "reward is empty; it must say how answers are rewarded, since training.objective is "
+            "grpo"
+        )
     if task in ("chat", "preference") and not config.init_from:
         raise UsageError(
             f"init_from is empty; it must be a model to begin from, since data.task is {task}"
