@@ -14,6 +14,7 @@ answers before the update; jllama does, to measure the mismatch.
 import argparse
 import contextlib
 import dataclasses
+import importlib
 import json
 import os
 import platform
@@ -65,7 +66,7 @@ def prepare(case: str, folder: Path) -> None:
             num_kv_heads=4,
             max_seq_len=512,
         )
-        params = jax.tree.map(np.asarray, initial_params(config, jax.random.key(0)))
+        params = jax.tree.map(np.asarray, initial_params(jax.random.key(0), config))
         model = dataclasses.replace(model, config=config, params=params)
     # No answer ends: <gh_stars> and the like are practically never drawn.
     model = dataclasses.replace(model, stop_ids=(5,))
@@ -118,10 +119,11 @@ def run_jllama(case: str, folder: Path, *, exact: bool) -> list[dict[str, float]
 
 def run_trl(case: str, folder: Path) -> list[dict[str, float]]:
     """Return the same of TRL's trainer; its scoring is part of what it does before training."""
-    import datasets
     import torch
     import transformers
-    import trl
+
+    datasets: Any = importlib.import_module("datasets")
+    trl: Any = importlib.import_module("trl")
 
     torch.set_num_threads(THREADS)
     sizes = CASES[case]

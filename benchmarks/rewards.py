@@ -39,19 +39,17 @@ def train(folder: Path, *arguments: object) -> float:
     return time.perf_counter() - start_s
 
 
-def share_right(checkpoint: Path, prompts: Path, temperature: float) -> float:
+def share_right(checkpoint: Path, path: Path, temperature: float) -> float:
     """Return the share of the held-out prompts that are answered right."""
     model = jllama.load(checkpoint)
-    config = jllama.DataConfig(path=str(prompts), validation_fraction=0.2)
+    config = jllama.DataConfig(path=str(path), validation_fraction=0.2)
     rows = prepare_prompts(config, model.text_tokenizer, None, 16).validation
-    answers = jllama.generate(
-        model,
-        [row.prompt for row in rows],
-        max_new_tokens=16,
-        temperature=temperature,
-        top_p=1.0,
-        stop_ids=[model.text_tokenizer.eos_id],
-    )
+    prompts = []
+    for seed, row in enumerate(rows):
+        sampling = jllama.SamplingParams(temperature=temperature, top_p=1.0, seed=seed)
+        stop_ids = [model.text_tokenizer.eos_id]
+        prompts.append(jllama.Prompt(row.prompt, sampling, 16, stop_ids=stop_ids))
+    answers = jllama.generate(model, prompts)
     right = [answer.text == row.fields["answer"] for answer, row in zip(answers, rows, strict=True)]
     return statistics.fmean(right)
 
@@ -72,6 +70,7 @@ def run_seed(folder: Path, seed: int) -> dict[str, Any]:
     prompts = folder / "my_sums" / "prompts.jsonl"
     base_s = train(folder, "sums", "--seed", seed, "--run_dir", "base", "--overwrite")
     result: dict[str, Any] = {"base_s": base_s, "base": shares(folder / "base", prompts)}
+    print(seed, "the base", result["base"], flush=True)
     for kind, options in KINDS.items():
         command = ["grpo", "--init_from", "base", "--run_dir", "run", "--seed", seed, "--overwrite"]
         seconds = train(folder, *command, *options)

@@ -19,6 +19,7 @@ WITHOUT_EXAMPLE = {
     "OBJECTIVES",
     "OPTIMIZERS",
     "PRESETS",
+    "REWARDS",
     "JllamaError",
     "UsageError",
     "check",
