@@ -5,6 +5,7 @@ into jllama.
 import contextlib
 import importlib.metadata
 import os
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -35,6 +36,9 @@ import pytest
 from jllama import programs
 
 del os.environ["JLLAMA_CHECK_SHAPES"]  # processes that the tests start run as a user's do
+
+# A shell that runs this in the background ignores Ctrl-C, and so would the processes of tests.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _cache = tempfile.TemporaryDirectory(prefix="jllama-tests-")  # not the user's own
 os.environ.setdefault("JLLAMA_CACHE", _cache.name)

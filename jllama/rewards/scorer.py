@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import hashlib
 import json
 import queue
 import subprocess
@@ -106,15 +105,6 @@ class Scorer:
             parts[spec] = np.array([*results], np.float64)
         total = sum(self.weights[spec] * part for spec, part in parts.items())
         return Scores(np.asarray(total), parts)
-
-    def fingerprint(self) -> str:
-        """Return the SHA-256 of the weights and of the contents of files, in hexadecimal."""
-        digest = hashlib.sha256(json.dumps(self.weights).encode())
-        for spec in self.weights:
-            path = Path(spec.rpartition(":")[0])
-            if path.suffix == ".py":
-                digest.update(path.read_bytes())
-        return digest.hexdigest()
 
     def close(self) -> None:
         """End the processes."""

@@ -74,12 +74,16 @@ def train(
             return run
         tracker = run.tracker
         num_steps = run.config.training.steps
-        with (
-            stop_signals(lambda: f"finishing step {run.step + 1:,} and saving") as run.signals,
-            progress("", num_steps, console=tracker.console) as tracker.move,
-        ):
-            take_steps(run)
-            final = evaluate_best(run)
+        try:
+            with (
+                stop_signals(lambda: f"finishing step {run.step + 1:,} and saving") as run.signals,
+                progress("", num_steps, console=tracker.console) as tracker.move,
+            ):
+                take_steps(run)
+                final = evaluate_best(run)
+        finally:
+            if isinstance(run.batches, Rollouts):
+                run.batches.scorer.close()
         if final is None:
             go_on = shell_command("train", "--resume", tracker.folder)
             raise Stopped(
@@ -316,7 +320,8 @@ def log(run: Run) -> None:
     record["learning_rate"] = float(learning_rate)
     peak = peak_bytes(run.training.mesh.local_devices)
     if isinstance(run.batches, Rollouts):
-        record |= rollout_record(run.batches.take_records(), elapsed_s, record)
+        record |= rollout_record(run.batches.records, elapsed_s)
+        run.batches.records = []
     record |= {
         "planned_bytes": run.planned_bytes,
         "peak_bytes": peak,

@@ -13,7 +13,7 @@ import functools
 import itertools
 import time
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -177,7 +177,7 @@ class Rollouts:
     """Batches of the current model's answers, with a state that a resumed run restores.
 
     Attributes:
-        records: the figures of each batch since they were last taken, oldest first.
+        records: the figures of each batch that the log has not taken, oldest first.
         problems: why batches have no rewards, by the steps that they were for.
     """
 
@@ -218,12 +218,6 @@ class Rollouts:
         self._num_used += 1
         assert self._batch is not None
         return self._batch
-
-    def take_records(self) -> list[dict[str, Any]]:
-        """Return ``records`` and begin new ones."""
-        records = self.records
-        self.records = []
-        return records
 
     def _new_batch(self, training: Training, state: TrainState, step: int) -> Batch:
         options = self.config.training
@@ -428,13 +422,10 @@ def mismatch(sampler: Any, trainer: Any) -> dict[str, float]:
     }
 
 
-def rollout_record(
-    records: Sequence[dict[str, Any]], elapsed_s: float, step: Mapping[str, Any]
-) -> dict[str, Any]:
+def rollout_record(records: Sequence[dict[str, Any]], elapsed_s: float) -> dict[str, Any]:
     """Return the means of ``Rollouts.records``, and the speed of each phase, for ``metrics.jsonl``.
 
-    ``elapsed_s`` is the time of all steps; ``step`` is the record of their training, whose
-    ``step_s`` becomes that of a whole step.
+    ``elapsed_s`` is the time of all steps.
     """
     if not records:
         return {}

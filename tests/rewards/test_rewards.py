@@ -221,18 +221,6 @@ def test_processes_change_no_score(scorer_of, tmp_path):
             assert found.total.tolist() == [[number + 1.0, 1.0] for number in range(8)]
 
 
-def test_the_fingerprint_is_of_weights_and_files(tmp_path):
-    path = tmp_path / "mine.py"
-    found = []
-    for source, weight in (("1", 1.0), ("1", 1.0), ("2", 1.0), ("2", 0.5)):
-        path.write_text(f"def score(prompt, answers, row):\n    return [{source}] * len(answers)")
-        scorer = Scorer({f"{path}:score": weight})
-        found.append(scorer.fingerprint())
-        scorer.close()
-    assert found[0] == found[1]
-    assert len(set(found)) == 3
-
-
 def test_rewards_can_be_added(monkeypatch):
     monkeypatch.setitem(REWARDS, "short", lambda text: lambda *_: [1.0, -1.0])
     assert score(Scorer({"short": 1.0})).total.tolist() == [[1.0, -1.0]]
