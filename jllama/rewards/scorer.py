@@ -1,12 +1,11 @@
 """What runs rewards: in this process, or in others that may hang or die."""
 
-import contextlib
 import functools
 import json
 import queue
 import subprocess
 import sys
-import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float64
 
+from jllama import line_process
 from jllama.errors import JllamaError, UsageError, unknown_name
+from jllama.line_process import Process
 from jllama.rewards.shipped import REWARDS, Reward
 
 START_S = 300.0  # that a file of rewards may take to import what it needs
@@ -151,72 +152,43 @@ class _Workers:
     def __call__(self, prompt: Any, answers: Sequence[str], row: Any) -> list[float]:
         process = self.idle.get()
         try:
-            if process is None:
+            if process is None or process.poll() is not None:
                 process = self._start()
-            reply = self._ask(process, json.dumps([prompt, [*answers], row]), self.limit_s)
-        except BaseException:
-            _end(process)
-            process = None
-            raise
+            request = json.dumps([prompt, [*answers], row]) + "\n"
+            return self._ask(process, request, self.limit_s)
         finally:
             self.idle.put(process)
-        if "error" in reply:
-            raise JllamaError(reply["error"])
-        return reply["scores"]
 
-    def _start(self) -> subprocess.Popen[str]:
+    def _start(self) -> Process:
         process = subprocess.Popen(
             [sys.executable, "-m", "jllama.rewards.worker", self.spec],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
-            encoding="utf-8",
             start_new_session=True,
         )
         try:
-            reply = self._ask(process, "", START_S)
-        except JllamaError:
-            _end(process)
-            raise
-        if "error" in reply:
-            _end(process)
-            raise JllamaError(f"the reward {self.spec} cannot be loaded: {reply['error']}")
+            self._ask(process, "", START_S)
+        except JllamaError as error:
+            line_process.end(process)
+            raise JllamaError(f"the reward {self.spec} cannot be loaded: {error}") from error
         return process
 
-    def _ask(self, process: subprocess.Popen[str], line: str, limit_s: float) -> dict[str, Any]:
-        """Send a line, unless it is empty, and return the reply."""
-        assert process.stdin is not None
-        assert process.stdout is not None
-        is_late = threading.Event()
-
-        def stop() -> None:
-            is_late.set()
-            process.kill()
-
-        clock = threading.Timer(limit_s, stop)
-        clock.start()
-        try:
-            if line:
-                process.stdin.write(line + "\n")
-                process.stdin.flush()
-            return json.loads(process.stdout.readline())
-        except (OSError, ValueError) as error:
-            problem = "its process ended"
-            if is_late.is_set():
-                problem = f"it took over {limit_s:g} s"
-            raise JllamaError(problem) from error
-        finally:
-            clock.cancel()
+    def _ask(self, process: Process, line: str, limit_s: float) -> list[float]:
+        """Return the scores of a request, a line; of an empty line none."""
+        start_s = time.monotonic()
+        reply = line_process.ask(process, line.encode(), limit_s)
+        if not reply.endswith(b"\n"):
+            line_process.end(process)
+            is_late = time.monotonic() - start_s >= limit_s
+            raise JllamaError(f"it took over {limit_s:g} s" if is_late else "its process ended")
+        scores = json.loads(reply)
+        if isinstance(scores, str):
+            raise JllamaError(scores)
+        return scores
 
     def close(self) -> None:
         """End the processes."""
         while not self.idle.empty():
-            _end(self.idle.get())
-
-
-def _end(process: subprocess.Popen[str] | None) -> None:
-    if process is None:
-        return
-    process.kill()
-    with contextlib.suppress(OSError):
-        process.__exit__(None, None, None)
+            process = self.idle.get()
+            if process:
+                line_process.end(process)

@@ -1,13 +1,13 @@
 """A process that computes rewards: it may hang or die without the run.
 
 Its argument is the specification of a reward. It answers each line
-of its input, JSON of ``[prompt, answers, row]``, with a line: JSON of the scores, or of an error.
+of its input, JSON of ``[prompt, answers, row]``, with a line: JSON of the scores, or of a message.
+Before, it writes a line when the reward is loaded.
 """
 
 import importlib.util
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,23 +36,20 @@ def load_function(spec: str) -> Any:
 
 def main(spec: str) -> None:
     """Answer requests until the input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for the parent
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a reward prints is no reply
-    function = None
+    function: Any = None
+    reply: Any = []
     try:
         function = load_function(spec)
-        reply: Any = {"ready": True}
     except BaseException as error:
-        reply = {"error": f"{type(error).__name__}: {error}"}
+        reply = f"{type(error).__name__}: {error}"
     print(json.dumps(reply), file=replies, flush=True)
     for line in sys.stdin:
         try:
-            assert function is not None
-            scores = function(*json.loads(line))
-            reply = {"scores": [float(score) for score in scores]}
+            reply = [float(score) for score in function(*json.loads(line))]
         except Exception as error:
-            reply = {"error": f"{type(error).__name__}: {error}"}
+            reply = f"{type(error).__name__}: {error}"
         print(json.dumps(reply), file=replies, flush=True)
 
 

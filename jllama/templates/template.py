@@ -17,7 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jllama import line_process
 from jllama.errors import JllamaError, UsageError
+from jllama.line_process import Process
 
 SECONDS = 5.0  # of processor time, if the system can limit it
 CLOCK_SECONDS = 20.0  # by the clock, whatever else the machine does
@@ -26,9 +28,8 @@ MAX_BYTES = 16_000_000  # of the text in UTF-8: about four million tokens
 
 MAX_WORKERS = 4  # a slow template delays other calls only when all workers are busy
 
-Worker = subprocess.Popen[bytes]
 _free_workers = threading.BoundedSemaphore(MAX_WORKERS)
-_workers: dict[int, list[Worker]] = {}
+_workers: dict[int, list[Process]] = {}
 """The idle workers by the id of the process that started them: a fork of it needs its own."""
 
 
@@ -90,33 +91,24 @@ def _ask(request: bytes) -> dict[str, Any]:
     """Return the reply of an idle or a new worker. A worker that gives no reply is killed."""
     idle = _workers.setdefault(os.getpid(), [])
     worker = _take_worker(idle)
-    assert worker.stdin is not None and worker.stdout is not None  # noqa: PT018
-    clock = threading.Timer(CLOCK_SECONDS, worker.kill)
-    clock.start()
+    line = line_process.ask(worker, request, CLOCK_SECONDS, MAX_BYTES)
     reply = {}
-    try:
-        worker.stdin.write(request)
-        worker.stdin.flush()
-        line = worker.stdout.readline(MAX_BYTES)
-        if len(line) == MAX_BYTES:
-            return {"error": f"was stopped: it makes a text of over {MAX_BYTES:,} bytes"}
+    with contextlib.suppress(ValueError):
         reply = json.loads(line.decode("utf-8", "surrogatepass"))
+    if reply:
+        idle.append(worker)
         return reply
-    except (OSError, ValueError):  # the worker has ended
-        limits = f"{SECONDS:g} s or {MEMORY_BYTES // 2**20} MiB"
-        return {
-            "error": f"was stopped: it takes too much time or memory (over {limits}); "
-            "perhaps it loops without end"
-        }
-    finally:
-        clock.cancel()
-        if reply:
-            idle.append(worker)
-        else:
-            _end_worker(worker)
+    line_process.end(worker)
+    if len(line) == MAX_BYTES:
+        return {"error": f"was stopped: it makes a text of over {MAX_BYTES:,} bytes"}
+    limits = f"{SECONDS:g} s or {MEMORY_BYTES // 2**20} MiB"
+    return {
+        "error": f"was stopped: it takes too much time or memory (over {limits}); "
+        "perhaps it loops without end"
+    }
 
 
-def _take_worker(idle: list[Worker]) -> Worker:
+def _take_worker(idle: list[Process]) -> Process:
     """Return the last idle worker that is alive, or a new one."""
     while True:
         try:
@@ -125,10 +117,10 @@ def _take_worker(idle: list[Worker]) -> Worker:
             return _start_worker()
         if worker.poll() is None:
             return worker
-        _end_worker(worker)
+        line_process.end(worker)
 
 
-def _start_worker() -> Worker:
+def _start_worker() -> Process:
     """Start a worker, which imports only the standard library and jinja2.
 
     It has a session of its own, so that Ctrl-C does not reach it.
@@ -145,13 +137,7 @@ def _start_worker() -> Worker:
     )
 
 
-def _end_worker(worker: Worker) -> None:
-    worker.kill()
-    with contextlib.suppress(OSError):  # closing its stdin flushes what it has not read
-        worker.__exit__(None, None, None)
-
-
 @atexit.register
 def _stop() -> None:
     for worker in _workers.pop(os.getpid(), []):
-        _end_worker(worker)
+        line_process.end(worker)
