@@ -90,7 +90,8 @@ def run_jllama(case: str, folder: Path, *, exact: bool) -> list[dict[str, float]
         "run_dir": run,
         "data.path": folder / "prompts.jsonl",
         "reward": f"{__file__}:score",
-        "sampling": json.dumps({"temperature": 1.0, "top_p": 1.0}),
+        "sampling.temperature": 1.0,
+        "sampling.top_p": 1.0,
         "optimizer.learning_rate": 1e-6,
         "optimizer.schedule": "constant",
         "training.dtype": "float32",
@@ -99,15 +100,11 @@ def run_jllama(case: str, folder: Path, *, exact: bool) -> list[dict[str, float]
         "training.steps": sizes["steps"],
         "training.eval_every": sizes["steps"],
         "training.log_every": 1,
-        "training.grpo": json.dumps(
-            {
-                "group_size": sizes["group_size"],
-                "max_answer_tokens": sizes["answer_tokens"],
-                "mask_overlong": False,
-                "eval_prompts": 1,
-                "exact": exact,
-            }
-        ),
+        "training.grpo.group_size": sizes["group_size"],
+        "training.grpo.max_answer_tokens": sizes["answer_tokens"],
+        "training.grpo.mask_overlong": "false",
+        "training.grpo.eval_prompts": 1,
+        "training.grpo.exact": str(exact).lower(),
     }
     arguments = [f"--{name}={value}" for name, value in options.items()]
     command = [sys.executable, "-m", "jllama", "train", *arguments, "--overwrite", "--yes"]

@@ -5,8 +5,8 @@
     python -m jllama train grpo         # learns from rewards alone, see configs/grpo.yaml
 
 A text is a sum such as ``17+25=<42>``. Two of nine texts are like this one. The others have another
-format, or are off by ten, so a base that learns them well is right in two of nine answers, and its
-likeliest answer is wrong. No prompt is in the texts.
+format, or are off by ten, so a base that learns them well is right in two of nine answers. No
+prompt is in the texts.
 """
 
 import json
