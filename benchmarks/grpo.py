@@ -96,7 +96,7 @@ def run_jllama(case: str, folder: Path, *, exact: bool) -> list[dict[str, float]
         "optimizer.schedule": "constant",
         "training.dtype": "float32",
         "training.batch_size": sizes["batch_size"],
-        "training.seq_len": sizes["answer_tokens"] + 31,
+        "training.seq_len": sizes["answer_tokens"] + 19,
         "training.steps": sizes["steps"],
         "training.eval_every": sizes["steps"],
         "training.log_every": 1,

@@ -33,9 +33,9 @@ def right(prompt, answers, row):
 
 def reinforce(forward, batch, options):
     """Make the tokens of good answers likelier, and of bad ones less likely."""
-    log_probs, entropy = drawn_scores(forward, batch)
+    log_probs, entropy = drawn_scores(forward, batch, options.grpo.max_answer_tokens)
     losses = -batch.sampled.advantages[:, None] * log_probs
-    loss, entropy = (jnp.sum(values * batch.counted) for values in (losses, entropy))
+    loss, entropy = (jnp.sum(jnp.where(batch.counted, x, 0.0)) for x in (losses, entropy))
     return loss, jnp.sum(batch.counted, dtype=jnp.float32), {"entropy": entropy}
 
 
@@ -55,7 +55,7 @@ config = jllama.TrainConfig(
 )
 training = jllama.compile_training(config)
 state = training.init(jax.random.key(0), model.params)
-data = prepare_prompts(jllama.DataConfig(path=prompts), model.tokenizer, None, 16)
+data = prepare_prompts(jllama.DataConfig(path=prompts), model.text_tokenizer, None, 16)
 scorer = jllama.Scorer({"right": 1.0}, functions={"right": right})
 sampler = Sampler(model, config, training)  # an engine with the weights of the step
 
@@ -65,8 +65,8 @@ for step, rows in zip(range(NUM_STEPS), data.training_prompts(NUM_PROMPTS, seed=
     samples = sampler.answer([row for row in rows for _ in range(GROUP_SIZE)], seeds)
     rewards, _ = score_samples(scorer, rows, samples)
     advantages = group_advantages(rewards, "centered").ravel()
-    is_token, batch = assemble(samples, advantages, config, model.config.vocab_size)
-    old = sampled_log_probs(training, batch, is_token, state.base, state.params, ())
+    batch = assemble(samples, advantages, config, model.config.vocab_size)
+    old = sampled_log_probs(training, batch, state.base, state.params, ())
     mismatch = abs(old - batch.sampled.sampler).max()
     state, metrics = training.step(state, batch)
     if step % 10 == 9:

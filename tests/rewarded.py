@@ -162,9 +162,9 @@ def mask_off_by_one():
     assemble = rollouts.assemble
 
     def shifted(*arguments):
-        is_token, batch = assemble(*arguments)
+        batch = assemble(*arguments)
         sampler = np.roll(batch.sampled.sampler, -1, axis=1)
-        return is_token, batch._replace(sampled=batch.sampled._replace(sampler=sampler))
+        return batch._replace(sampled=batch.sampled._replace(sampler=sampler))
 
     with mock.patch.object(rollouts, "assemble", shifted):
         yield

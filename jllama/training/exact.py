@@ -199,8 +199,9 @@ class ExactValues:
             # Another score computed beside it would be fused with it, and round it otherwise.
             return score(llama.logits(hidden), targets)[0]
 
+        slots = jnp.broadcast_to(self._slots[:, :1], hidden.shape[:2])
         size = self.config.block_tokens
-        return map_blocks(size, self._slots, block, jax.lax.stop_gradient(hidden), targets)
+        return map_blocks(size, slots, block, jax.lax.stop_gradient(hidden), targets)
 
     def _first_layer_model(self) -> Any:
         return self._model(jax.tree.map(lambda stack: stack[0], self.layers))

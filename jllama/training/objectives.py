@@ -91,7 +91,7 @@ def grpo(forward: Forward, batch: Targets, options: LoopConfig) -> Sums:
     assert batch.sampled is not None
     sampled = batch.sampled
     settings = options.grpo
-    log_probs, entropy = drawn_scores(forward, batch)
+    log_probs, entropy = drawn_scores(forward, batch, settings.max_answer_tokens)
 
     # The loss of each token.
     advantages = sampled.advantages[:, None]
@@ -131,17 +131,29 @@ def grpo(forward: Forward, batch: Targets, options: LoopConfig) -> Sums:
 
 
 def drawn_scores(
-    forward: Forward, batch: Targets
+    forward: Forward, batch: Targets, max_answer_tokens: int
 ) -> tuple[Float[Array, "rows seq"], Float[Array, "rows seq"]]:
-    """Return each target's log-probability, and the entropy, in what it was drawn from."""
+    """Return each counted target's log-probability, and the entropy, in what it was drawn from.
+
+    The counted targets of a row are within ``max_answer_tokens``, and only these are scored, since
+    prompts may be long. Others have NaN.
+    """
     assert batch.sampled is not None
     llama, hidden = forward(batch)
-    shape = batch.targets.shape
+    rows, seq = batch.targets.shape
+    first = jnp.argmax(batch.counted, axis=1, keepdims=True)
+    columns = first + jnp.arange(min(max_answer_tokens, seq))
+    here = jnp.arange(rows)[:, None], columns
+    targets = batch.targets.at[here].get(mode="fill", fill_value=0)
     settings = {
-        name: jnp.broadcast_to(values[:, None], shape)
+        name: jnp.broadcast_to(values[:, None], targets.shape)
         for name, values in batch.sampled.settings.items()
     }
-    return llama.score_tokens(drawn_score, hidden, (batch.targets, settings))
+    hidden = hidden.at[here].get(mode="fill", fill_value=0)
+    scores = llama.score_tokens(drawn_score, hidden, (targets, settings))
+    unscored = jnp.full((rows, seq), jnp.nan)
+    log_probs, entropy = (unscored.at[here].set(score, mode="drop") for score in scores)
+    return log_probs, entropy
 
 
 def drawn_score(

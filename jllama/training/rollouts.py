@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 
 from jllama.data.batches import Batch, Sampled
 from jllama.data.prompts import PromptDataset, PromptRow
@@ -249,9 +249,10 @@ class Rollouts:
 
         # 3) Log-probabilities by the trainer.
         num_ids = self.data.tokenizer.vocab_size
-        is_token, batch = assemble(samples, advantages, self.config, num_ids)
+        batch = assemble(samples, advantages, self.config, num_ids)
+        is_token = batch.counted
         on_devices = put_on_devices(batch, training.batch_sharding)
-        score = functools.partial(sampled_log_probs, training, on_devices, is_token, state.base)
+        score = functools.partial(sampled_log_probs, training, on_devices, state.base)
         old = score(state.params, self.sampler.exact)
         assert batch.sampled is not None
         sampled = batch.sampled._replace(old=old)
@@ -264,9 +265,10 @@ class Rollouts:
 
         # 4) Figures.
         num_tokens = int(is_token.sum())
+        is_overlong = np.array([sample.is_overlong for sample in samples])
         figures |= {
             "answer_tokens": num_tokens / len(samples),
-            "overlong": float(np.mean([sample.is_overlong for sample in samples])),
+            "overlong": float(np.mean(is_overlong)),
             **mismatch(sampled.sampler[is_token], old[is_token]),
             "sampling_s": sampled_s - start_s,
             "reward_s": rewarded_s - sampled_s,
@@ -274,7 +276,8 @@ class Rollouts:
             "sampled_tokens": num_tokens,
         }
         self.records.append(figures)
-        return batch._replace(sampled=sampled)
+        is_learned = ~(is_overlong & grpo.mask_overlong)
+        return batch._replace(counted=is_token & is_learned[:, None], sampled=sampled)
 
     def evaluate(
         self, state: TrainState, num_prompts: int
@@ -318,7 +321,6 @@ def score_samples(
 def sampled_log_probs(
     training: Training,
     batch: Batch,
-    is_token: Bool[np.ndarray, "rows window"],
     base: Params | None,
     params: Params,
     exact: tuple[DecodeParams, ...],
@@ -326,7 +328,7 @@ def sampled_log_probs(
     """Return the trainer's log-probabilities of the tokens of answers, and zeros elsewhere."""
     log_probs = np.asarray(training.drawn_log_probs(params, batch, base, *exact))
     columns = np.pad(log_probs, ((0, 0), (1, 0)))
-    return np.where(is_token, columns, 0).astype(np.float32)
+    return np.where(batch.counted, columns, 0).astype(np.float32)
 
 
 def group_advantages(rewards: _Rewards, kind: str) -> _Rewards:
@@ -352,11 +354,10 @@ def assemble(
     advantages: Float[np.ndarray, "rows"],
     config: TrainConfig,
     num_ids: int,
-) -> tuple[Any, Batch]:
-    """Return which columns are tokens of answers, and the batch of prompts with their answers.
+) -> Batch:
+    """Return the batch of prompts with their answers, whose tokens count.
 
-    Tokens of answers count, except those of answers that are masked for their length. ``num_ids``
-    is the number of the tokenizer's tokens.
+    ``num_ids`` is the number of the tokenizer's tokens. ``old`` is zero.
     """
     options = config.training
     lengths = [len(sample.prompt.ids) + len(sample.ids) for sample in samples]
@@ -364,7 +365,6 @@ def assemble(
     shape = len(samples), window
     tokens = np.zeros(shape, np.int32)
     segments = np.zeros(shape, np.int32)
-    is_token = np.zeros(shape, bool)
     counted = np.zeros(shape, bool)
     sampler = np.zeros(shape, np.float32)
     for row, sample in enumerate(samples):
@@ -374,11 +374,10 @@ def assemble(
         tokens[row, start:end] = sample.ids
         segments[row, :end] = 1
         sampler[row, start:end] = sample.log_probs
-        is_token[row, start:end] = True
-        counted[row, start:end] = not (sample.is_overlong and options.grpo.mask_overlong)
+        counted[row, start:end] = True
     settings = drawn_settings(config.sampling, len(samples), num_ids)
     sampled = Sampled(advantages, sampler, np.zeros_like(sampler), settings)
-    return is_token, Batch(tokens, segments, counted, sampled=sampled)
+    return Batch(tokens, segments, counted, sampled=sampled)
 
 
 def drawn_settings(sampling: SamplingParams, rows: int, num_ids: int) -> dict[str, Any]:

@@ -99,8 +99,8 @@ class Training(NamedTuple):
       without z-loss.
     - ``log_probs(params, batch, base=None)``: the summed log-probability of each row's targets,
       ``[rows]``.
-    - ``drawn_log_probs(params, batch, base=None)``: the log-probability of each target of a batch
-      with ``sampled``, ``[rows, seq]``.
+    - ``drawn_log_probs(params, batch, base=None)``: the log-probability of each counted target of
+      a batch with ``sampled``, ``[rows, seq]``.
     """
 
     init: Any
@@ -419,9 +419,10 @@ def local_log_probs(
 def local_drawn_log_probs(
     setup: Setup, weights: Params, variables: Params, targets: Targets
 ) -> Float[Array, "rows seq"]:
-    """Return each target's log-probability in what it was drawn from, of this device's rows."""
+    """Return ``drawn_scores`` of this device's rows."""
     forward = functools.partial(forward_pass, setup, weights, variables)
-    log_probs, _ = drawn_scores(forward, targets)
+    max_answer_tokens = setup.config.training.grpo.max_answer_tokens
+    log_probs, _ = drawn_scores(forward, targets, max_answer_tokens)
     return log_probs
 
 

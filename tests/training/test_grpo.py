@@ -29,7 +29,7 @@ from jllama.training.rollouts import Sample, assemble, group_advantages, mismatc
 LOSS, SLOPE = 1e-5, 1e-4
 PAPER = GrpoConfig(group_size=4, kl=0.1, normalization="answers")
 DAPO = GrpoConfig(group_size=4, clip_high=0.28, importance_cap=1.2)
-DR_GRPO = GrpoConfig(group_size=4, normalization="constant", max_answer_tokens=7)
+DR_GRPO = GrpoConfig(group_size=4, normalization="constant", max_answer_tokens=12)
 ROWS = sampled_answers()
 
 
@@ -69,6 +69,10 @@ def test_the_log_probabilities_are_the_oracles():
     counts = rows.counted[:, 1:] & (rows.segments[:, 1:] == rows.segments[:, :-1])
     expected = tuning.drawn_log_probs(tuning.WEIGHTS, rows)[:, 1:]
     assert np.abs(actual - expected)[counts].max() < 1e-5
+    few = compiled("full", grpo=dataclasses.replace(DAPO, max_answer_tokens=1))
+    scored = np.isfinite(np.asarray(few.drawn_log_probs(state.params, rows)))
+    assert (scored.sum(axis=1) == 1).all()  # the first; others would be no answer's
+    assert counts[scored].all()
 
 
 def their_loss(model, rows, options):
@@ -300,17 +304,14 @@ def test_a_batch_has_each_answers_tokens_where_they_are():
         Sample(prompt, [8, 9, 10, 11], [-1.0, -2.0, -3.0, -4.0], "abcd", True),
     ]
     advantages = np.float32([1, -1])
-    for mask_overlong in (True, False):
-        options = config(mask_overlong=mask_overlong)
-        is_token, batch = assemble(samples, advantages, options, 60)
-        assert batch.tokens.shape == (2, 33)
-        assert batch.tokens[1, :8].tolist() == [5, 6, 7, 8, 9, 10, 11, 0]
-        assert np.flatnonzero(is_token[0]).tolist() == [3, 4]
-        assert np.flatnonzero(batch.counted[0]).tolist() == [3, 4]
-        assert np.flatnonzero(batch.counted[1]).tolist() == ([] if mask_overlong else [3, 4, 5, 6])
-        assert batch.sampled.sampler[1, 3:7].tolist() == [-1, -2, -3, -4]
-        assert np.flatnonzero(batch.segments[0]).tolist() == [0, 1, 2, 3, 4]
-        assert batch.sampled.settings["num_ids"].tolist() == [60, 60]
+    batch = assemble(samples, advantages, config(), 60)
+    assert batch.tokens.shape == (2, 33)
+    assert batch.tokens[1, :8].tolist() == [5, 6, 7, 8, 9, 10, 11, 0]
+    assert np.flatnonzero(batch.counted[0]).tolist() == [3, 4]
+    assert np.flatnonzero(batch.counted[1]).tolist() == [3, 4, 5, 6]
+    assert batch.sampled.sampler[1, 3:7].tolist() == [-1, -2, -3, -4]
+    assert np.flatnonzero(batch.segments[0]).tolist() == [0, 1, 2, 3, 4]
+    assert batch.sampled.settings["num_ids"].tolist() == [60, 60]
 
 
 def test_mismatch_is_of_probabilities():
