@@ -29,7 +29,7 @@ from typing import Any
 THREADS = 2
 NUM_WARM_STEPS = 2
 CASES = {
-    "small": {"batch_size": 64, "group_size": 8, "answer_tokens": 64, "steps": 8},
+    "small": {"batch_size": 64, "group_size": 8, "answer_tokens": 64, "steps": 6},
     "smollm2": {"batch_size": 16, "group_size": 8, "answer_tokens": 64, "steps": 6},
 }
 WAYS = ("jllama", "jllama exact", "trl")
@@ -240,7 +240,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--peer_python", help="the Python that has trl")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--case", choices=CASES, action="append")
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--way", help=argparse.SUPPRESS)

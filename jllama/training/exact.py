@@ -209,6 +209,7 @@ class ExactValues:
 
 def stack_layers(params: DecodeParams) -> DecodeParams:
     """Return parameters for decoding with their layers stacked, so that a loop can run them."""
-    layers = [*params.weights["layers"].values()]
+    by_index = params.weights["layers"]  # "10" may come before "2"
+    layers = [by_index[str(index)] for index in range(len(by_index))]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
     return DecodeParams({**params.weights, "layers": stacked})
