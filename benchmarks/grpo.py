@@ -5,10 +5,9 @@
 
 writes benchmarks/results/grpo.json. TRL's ``GRPOTrainer`` generates with transformers. Both have
 the same weights (a small random model, and SmolLM2-135M-Instruct), float32, prompts, reward, number
-and length of answers, AdamW, token-level loss, one update a batch, and no divergence. No answer
-ends early: the checkpoint's end token is one that is not drawn. Whole processes are run in turns; a
-step is the median of those after the first two, which compile or warm up. TRL does not score
-answers before the update; jllama does, to measure the mismatch.
+and maximum length of answers, AdamW, token-level loss, one update a batch, and no divergence. Whole
+processes are run in turns; a step is the median of those after the first two, which compile or warm
+up. TRL does not score answers before the update; jllama does, to measure the mismatch.
 """
 
 import argparse
@@ -68,13 +67,7 @@ def prepare(case: str, folder: Path) -> None:
         )
         params = jax.tree.map(np.asarray, initial_params(jax.random.key(0), config))
         model = dataclasses.replace(model, config=config, params=params)
-    # No answer ends: <gh_stars> and the like are practically never drawn.
-    model = dataclasses.replace(model, stop_ids=(5,))
     jllama.save(model, folder / "model", "hf", "float32")
-    for name in ("config.json", "generation_config.json"):
-        path = folder / "model" / name
-        if path.exists():
-            path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": 5}))
     with (folder / "prompts.jsonl").open("w") as file:
         for number in range(200):
             prompt = f"The sum of {number + 100} and {number + 300} is a number that"
@@ -175,8 +168,6 @@ def run_trl(case: str, folder: Path) -> list[dict[str, float]]:
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model", padding_side="left")
-    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(5)
-    tokenizer.eos_token = tokenizer.pad_token
     rows = [json.loads(line) for line in (folder / "prompts.jsonl").open()]
     options = trl.GRPOConfig(
         output_dir=str(folder / "trl"),
@@ -248,7 +239,8 @@ def main() -> None:
     if options.way:
         print(json.dumps(run_trl(options.case[0], Path(options.folder))))
         return
-    report: dict[str, Any] = {}
+    path = Path(__file__).parent / "results" / "grpo.json"
+    report: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     for case in options.case or CASES:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
@@ -266,7 +258,6 @@ def main() -> None:
     for command in versions:
         report["versions"] |= json.loads(subprocess.check_output(command))
     report["device"] = f"{platform.machine()}, {os.cpu_count()} cores, cpu"
-    path = Path(__file__).parent / "results" / "grpo.json"
     path.write_text(json.dumps(report, indent=1) + "\n")
 
 

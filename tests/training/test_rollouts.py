@@ -18,7 +18,9 @@ from helpers import assert_same_bits
 from rewarded import GRPO, LOOP, largest_mismatch, lines, train
 
 from jllama.config import LoraConfig
+from jllama.decode_params import DecodeParams
 from jllama.errors import JllamaError
+from jllama.training.exact import stack_layers
 
 ROOT = Path(__file__).parents[2]
 
@@ -169,6 +171,14 @@ def test_exact_mode_has_no_mismatch(exact_run, run):
     assert first["reward"] == usual["reward"]
     assert first["loss"] == pytest.approx(usual["loss"], rel=1e-4)
     assert first["grad_norm"] == pytest.approx(usual["grad_norm"], rel=1e-4)
+
+
+def test_more_than_ten_layers_are_stacked_in_their_order():
+    """JAX sorts the keys of a dictionary as texts: "10" comes before "2"."""
+    layers = {str(index): {"w": np.full(2, index)} for index in range(12)}
+    params = jax.tree.map(np.asarray, DecodeParams({"layers": layers}))
+    stacked = stack_layers(params).weights["layers"]["w"]
+    assert np.asarray(stacked)[:, 0].tolist() == [*range(12)]
 
 
 def report_of(which, **variables):
