@@ -2,7 +2,7 @@
 
     python benchmarks/rewards.py
 
-Of each seed, a base of its own is trained by configs/sums.yaml, then learns by configs/grpo.yaml:
+Of each seed, a base of its own is trained by examples/sums.yaml, then learns by configs/grpo.yaml:
 from the reward, from the same reward in exact mode, and from a constant one, which must teach
 nothing. Held-out prompts are answered by sampling and greedily, before and after.
 
@@ -68,7 +68,9 @@ def run_seed(folder: Path, seed: int) -> dict[str, Any]:
         [sys.executable, ROOT / "examples" / "sums.py", "my_sums"], cwd=folder, check=True
     )
     prompts = folder / "my_sums" / "prompts.jsonl"
-    base_s = train(folder, "sums", "--seed", seed, "--run_dir", "base", "--overwrite")
+    base_s = train(
+        folder, ROOT / "examples" / "sums.yaml", "--seed", seed, "--run_dir", "base", "--overwrite"
+    )
     result: dict[str, Any] = {"base_s": base_s, "base": shares(folder / "base", prompts)}
     print(seed, "the base", result["base"], flush=True)
     for kind, options in KINDS.items():

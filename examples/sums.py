@@ -1,8 +1,8 @@
 """Write a small task that a model can learn from rewards alone: sums in a fixed format.
 
-    python examples/sums.py my_sums/    # texts to train a base on, and prompts
-    python -m jllama train sums         # the base, which has seen sums, most of them wrong
-    python -m jllama train grpo         # learns from rewards alone, see configs/grpo.yaml
+    python examples/sums.py my_sums/           # texts to train a base on, and prompts
+    python -m jllama train examples/sums.yaml  # the base, which has seen sums, most of them wrong
+    python -m jllama train grpo                # learns from rewards alone, see configs/grpo.yaml
 
 A text is a sum such as ``17+25=<42>``. Two of nine texts are like this one. The others have another
 format, or are off by ten, so a base that learns them well is right in two of nine answers. No

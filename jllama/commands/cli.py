@@ -172,10 +172,10 @@ def _parser(options: type, prog: str, positional: Sequence[str], shown: Sequence
     for group in parser._action_groups:
         if doc.startswith(group.title or ":"):
             group.title = None  # the page begins with it
-    hints = typing.get_type_hints(options)
+    groups = {action.dest.rpartition(".")[0] for action in parser._actions}
     for action in parser._actions:
         _describe(action)
-        if dataclasses.is_dataclass(hints.get(action.dest)):
+        if action.dest in groups:
             # No --model FILE: --config does this better.
             action.help = argparse.SUPPRESS
             del parser._option_string_actions[f"--{action.dest}"]

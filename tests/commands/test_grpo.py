@@ -183,7 +183,7 @@ def test_the_demonstration_learns_from_rewards_alone(tmp_path):
     """As docs/rewards.md has it: from under 40 % of held-out prompts right to over 80 %."""
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     subprocess.run([sys.executable, "examples/sums.py", "my_sums/"], cwd=tmp_path, check=True)
-    finish(start(tmp_path, "sums"))
+    finish(start(tmp_path, "examples/sums.yaml"))
     finish(start(tmp_path, "grpo"))
     run = tmp_path / "runs" / "grpo"
     records = rewarded.lines(run, "reward")

@@ -119,7 +119,7 @@ def test_too_little_text():
 @given(length=st.integers(2, 200), batch_size=st.integers(1, 5), seq_len=st.integers(1, 12))
 def test_validation_predicts_each_token_once(length, batch_size, seq_len):
     inputs, targets = [], []
-    for tokens, _, counted, _ in validation_batches(
+    for tokens, _, counted, *_ in validation_batches(
         TOKENS[:length], bos_id=BOS, batch_size=batch_size, seq_len=seq_len
     ):
         assert tokens.shape == (batch_size, seq_len + 1)
@@ -138,7 +138,7 @@ def test_validation_of_a_part_is_spread_evenly(length, seq_len, max_tokens):
         actual = validation_batches(
             TOKENS[:length], bos_id=BOS, batch_size=3, seq_len=seq_len, max_tokens=max_tokens
         )
-        return np.concatenate([tokens[:, 1:][counted[:, 1:]] for tokens, _, counted, _ in actual])
+        return np.concatenate([tokens[:, 1:][counted[:, 1:]] for tokens, _, counted, *_ in actual])
 
     part = targets(max_tokens)
     assert len(set(part.tolist())) == len(part) <= max(max_tokens, seq_len)

@@ -20,7 +20,13 @@ def model_of(name, quantize=None):
     return LanguageModel(config, decode_layout(params, config, quantize))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+QUICK = ("olmo3", "all at once")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FAMILIES],
+)
 def test_ragged_rows_have_the_oracles_tokens(name):
     """With prompts in chunks, a prefix that is cached, and a row that joins later."""
     engine = Engine(model_of(name), 2, chunk_tokens=64, prefix_tokens=256)
@@ -34,7 +40,7 @@ def test_ragged_rows_have_the_oracles_tokens(name):
     assert alone.completion.log_probs == rows[1].completion.log_probs
 
 
-@pytest.mark.parametrize("name", ["mistral", "all at once"])
+@pytest.mark.parametrize("name", [pytest.param("mistral", marks=pytest.mark.slow), "all at once"])
 def test_drafts_change_no_token(name):
     engine = Engine(model_of(name), 1, context=512, chunk_tokens=64, draft_len=3)
     prompt = PROMPTS[2] * 3

@@ -32,7 +32,14 @@ def assert_right(name, kind, options=(), loss=tuning.answers_loss, rows=None):
     assert errors[1] < SLOPE
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "llama"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name == ALL else pytest.mark.slow)
+        for name in FAMILIES
+        if name != "llama"
+    ],
+)
 def test_loss_and_gradient_are_the_oracles(name):
     assert_right(name, "full")
 

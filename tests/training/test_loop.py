@@ -72,6 +72,7 @@ def test_the_speed_logged_is_that_of_steps_that_are_done(monkeypatch):
         planned_bytes=0,
         num_skipped=0,
         data=data,
+        batches=iter([]),
         tracker=tracker,
     )
     step = StepMetrics(
