@@ -1,8 +1,12 @@
 """Short runs of training from rewards: a random model, prompts with a common beginning, and what
 can go wrong between sampler and trainer.
 
-Run by test_rollouts.py in processes of its own, whose compiler is a user's: as JSON on stdout, the
-largest mismatch of each run of ``EXACT``, or with mistakes, of ``MISTAKES``.
+Run by test_rollouts.py in processes of its own, whose compiler is a user's, and for all cases by
+hand. It prints as JSON the largest mismatch of each run, and how many tokens it compared::
+
+    python tests/rewarded.py exact
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 python tests/rewarded.py meshes
+    python tests/rewarded.py mistakes
 """
 
 import contextlib
@@ -101,6 +105,15 @@ EXACT |= {
 EIGHT_DEVICES = {
     "data=8": {"dtype": "float32", "mesh": MeshConfig(data=8)},
     "data=4 fsdp=2": {"dtype": "bfloat16", "accumulation": 2, "mesh": MeshConfig(data=4, fsdp=2)},
+}
+
+
+SOME = ("float32, 8 parts", "bfloat16, 2 parts", "adapters, divergence, two updates")
+CASES = {
+    "exact": EXACT,
+    "some": {case: EXACT[case] for case in SOME},
+    "meshes": EIGHT_DEVICES,
+    "a mesh": {"data=4 fsdp=2": EIGHT_DEVICES["data=4 fsdp=2"]},
 }
 
 
@@ -223,7 +236,7 @@ def main(which):
                     run = exact_run(folder, mistake, dtype="float32")
                 report[mistake] = largest_mismatch(run)
         else:
-            for case, options in (EXACT if which == "exact" else EIGHT_DEVICES).items():
+            for case, options in CASES[which].items():
                 run = exact_run(folder, case, **options)
                 tokens = sum(line["sampled_tokens"] for line in lines(run, "sampled_tokens"))
                 report[case] = [largest_mismatch(run), tokens]

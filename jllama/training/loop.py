@@ -400,6 +400,8 @@ def evaluate_state(
     if not isinstance(run.batches, Rollouts):
         assert not isinstance(run.data, PromptDataset)
         return evaluate(run.training, run.data, run.config, state, max_tokens, should_stop)
+    if should_stop():
+        return None
     num_prompts = run.config.training.grpo.eval_prompts if max_tokens else 0
     figures, samples = run.batches.evaluate(state, num_prompts)
     if max_tokens:

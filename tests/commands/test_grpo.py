@@ -151,8 +151,8 @@ def test_a_killed_run_resumes_with_the_same_answers_and_weights(folder, read_run
 
 
 @pytest.mark.slow
-def test_a_reward_process_that_dies_with_the_run_stopped_is_gone(folder):
-    """Ctrl-C saves the run and ends its processes."""
+def test_ctrl_c_ends_the_processes_of_rewards(folder):
+    """And saves the run."""
     (folder / "slow.py").write_text(
         "import os, time\n"
         "def score(prompt, answers, row):\n"
@@ -175,19 +175,20 @@ def test_a_reward_process_that_dies_with_the_run_stopped_is_gone(folder):
     while Path(f"/proc/{worker}").exists() and time.monotonic() < deadline_s:
         time.sleep(0.05)
     assert not Path(f"/proc/{worker}").exists()
-    assert "jllama train --resume" in process.args[0] or process.returncode != 0
+    assert process.returncode == 128 + signal.SIGINT
 
 
 @pytest.mark.slow
 def test_the_demonstration_learns_from_rewards_alone(tmp_path):
-    """As docs/rewards.md has it: from under 40 % of held-out prompts right to over 80 %."""
+    """As docs/rewards.md has it, in fewer steps: from under 40 % right to over 80 %, held out."""
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     subprocess.run([sys.executable, "examples/sums.py", "my_sums/"], cwd=tmp_path, check=True)
-    finish(start(tmp_path, "examples/sums.yaml"))
-    finish(start(tmp_path, "grpo"))
+    fewer = ["--training.steps", "900", "--training.eval_every", "900"]
+    finish(start(tmp_path, "examples/sums.yaml", *fewer))
+    finish(start(tmp_path, "grpo", "--training.steps", "80", "--training.eval_every", "80"))
     run = tmp_path / "runs" / "grpo"
     records = rewarded.lines(run, "reward")
     assert records[0]["reward"] < 0.4
     assert max(record["mismatch_max"] for record in records) < 1e-4
     (final,) = [json.loads(line) for line in (run / "metrics.jsonl").open() if '"final"' in line]
-    assert final["final"]["figures"]["reward"] > 0.8
+    assert final["final"]["validation_figures"]["reward"] > 0.8
