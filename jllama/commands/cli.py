@@ -175,7 +175,7 @@ def _parser(options: type, prog: str, positional: Sequence[str], shown: Sequence
     groups = {action.dest.rpartition(".")[0] for action in parser._actions}
     for action in parser._actions:
         _describe(action)
-        if action.dest in groups:
+        if action.dest in groups and not hasattr(action, "_typehint"):
             # No --model FILE: --config does this better.
             action.help = argparse.SUPPRESS
             del parser._option_string_actions[f"--{action.dest}"]
