@@ -215,6 +215,9 @@ class Rollouts:
         if self.is_between:
             self._batch = self._new_batch(training, state, step)
             self._num_used = 0
+        elif self.sampler.exact:
+            # The weights have changed since the answers.
+            self.sampler.exact = (_stack_layers(self.sampler.weights(state.params, state.base)),)
         self._num_used += 1
         assert self._batch is not None
         return self._batch
