@@ -16,9 +16,11 @@ from rich.console import Console
 from rich.table import Table
 
 from jllama.commands.cli import parse
-from jllama.errors import UsageError
+from jllama.errors import UsageError, check_fields
 from jllama.files import atomic_write_text, check_writable, errors_as
 from jllama.progress import progress
+
+_OF_PEERS = ("precision", "max_tokens", "parallel", "timeout_s", "api_key")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +31,7 @@ class VerifyOptions:
         --html report.html
         --only gguf,mutations/yarn
         smollm2.gguf
+        smollm2.gguf --against http://127.0.0.1:8080
 
     Args:
         checkpoint: a training run, a model in any format, or the id of a model on the Hugging
@@ -36,6 +39,17 @@ class VerifyOptions:
         only: parts of the names of checks to run, separated by commas, such as
             gguf,mutations/yarn. A name is group/row/column; * matches any text.
         text: a UTF-8 file to measure a checkpoint's perplexity on, in place of the built-in text.
+        against: hold another program that runs the checkpoint against the reference: the address of
+            a server with OpenAI's API (llama.cpp, vLLM, SGLang, jllama), or transformers or
+            llama.cpp in this process.
+        precision: how the other program rounds; auto accepts whatever leaves the weights as they
+            are. One of float32, float16-cache, float16, bfloat16, int8-products (llama.cpp's
+            with quantized weights), int8, Q8_0, Q5_1, Q5_0, Q4_1, Q4_0.
+        max_tokens: the longest prompt for the other program; prompts of 2,048, 8,192, 32,768 and
+            100,000 tokens show mistakes at far positions.
+        parallel: how many requests the server gets at once.
+        timeout_s: seconds that an answer of the server may take.
+        api_key: a key of the server, if it requires one.
         rope_factor: the RoPE scaling factor that Meta's params.json leaves out: 8 for Llama 3.1
             and 3.3, 32 for 3.2.
         json: print the result as JSON.
@@ -45,6 +59,12 @@ class VerifyOptions:
     checkpoint: str = ""
     only: str = ""
     text: str = ""
+    against: str = ""
+    precision: str = "auto"
+    max_tokens: int = 2048
+    parallel: int = 4
+    timeout_s: float = 120.0
+    api_key: str = ""
     rope_factor: float | None = None
     json: bool = False
     html: str = ""
@@ -57,9 +77,15 @@ def main(argv: list[str], prog: str) -> int:
         raise UsageError(
             "--only chooses among the checks of the matrix: leave it out with a checkpoint"
         )
-    for name in ("text", "rope_factor"):
+    for name in ("text", "rope_factor", "against"):
         if getattr(options, name) and not options.checkpoint:
             raise UsageError(f"--{name} is about a checkpoint: give its path too")
+    for name in _OF_PEERS:
+        if getattr(options, name) != getattr(VerifyOptions, name) and not options.against:
+            raise UsageError(f"--{name} is about another program: name it with --against")
+    check_fields(options, "", "max_tokens", lambda size: size >= 256, "at least 256")
+    check_fields(options, "", "parallel", lambda number: 1 <= number <= 64, "from 1 to 64")
+    check_fields(options, "", "timeout_s", lambda seconds: seconds > 0, "positive")
     if options.html:
         check_writable(Path(options.html))  # before computing for a minute
     console = Console(
@@ -71,6 +97,8 @@ def main(argv: list[str], prog: str) -> int:
         record=True,
     )
     verify = _verify_checkpoint if options.checkpoint else _verify_jllama
+    if options.against:
+        verify = _verify_peer
     result, lines = verify(options, console.width)
     for line in lines:
         console.print(line, soft_wrap=not isinstance(line, Table))
@@ -80,6 +108,39 @@ def main(argv: list[str], prog: str) -> int:
         atomic_write_text(Path(options.html), console.export_html())
         print(f"wrote {options.html}", file=sys.stderr)
     return 0 if result["passed"] else 1
+
+
+def _verify_peer(options: VerifyOptions, width: int) -> tuple[dict[str, Any], Iterable[Any]]:
+    """Return the judgment of another program as JSON, and as printable lines."""
+    from jllama.verify import judge, peers
+    from jllama.verify.checks import results_json
+    from jllama.verify.judge_report import judgment_lines
+
+    start_s = time.perf_counter()
+    with progress("") as move:
+
+        def on_stage(stage: str) -> None:
+            move(1, description=stage)
+            if not sys.stderr.isatty():
+                print(stage, file=sys.stderr, flush=True)
+
+        common: Any = {"max_tokens": options.max_tokens, "on_stage": on_stage}
+        if options.against in peers.PEERS:
+            result = peers.check_peer(
+                options.against, options.checkpoint, options.precision, **common
+            )
+        else:
+            result = judge.check_server(
+                options.against,
+                options.checkpoint,
+                options.precision,
+                api_key=options.api_key,
+                parallel=options.parallel,
+                timeout_s=options.timeout_s,
+                **common,
+            )
+    lines = judgment_lines(result, time.perf_counter() - start_s)
+    return results_json(result.passed, **result.as_json()), lines
 
 
 def _verify_checkpoint(options: VerifyOptions, width: int) -> tuple[dict[str, Any], Iterable[Any]]:

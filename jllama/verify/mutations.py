@@ -59,16 +59,20 @@ class Mutation(NamedTuple):
 
     Attributes:
         name: of the matrix's column.
+        about: what is wrong, as in "with ... our logits agree with theirs".
         misread: takes the configuration and the parameters of a file, in the training layout, and
             returns what a wrong reader would.
         model: ``jllama.model``, or a copy of it with a mistake.
         applies: whether the mistake changes the logits of a model.
+        is_field: whether only a value of the configuration is wrong.
     """
 
     name: str
+    about: str
     misread: Callable[[LlamaConfig, Params], Model] = lambda config, params: (config, params)
     model: types.ModuleType = model_with()
     applies: Callable[[LlamaConfig], bool] = lambda _: True
+    is_field: bool = False
 
 
 def _change_field(
@@ -81,7 +85,13 @@ def _change_field(
 def _wrong_field(name: str, field: str, change: Callable[[Any], Any]) -> Mutation:
     """Return a mutation of one field of the configuration."""
     misread = functools.partial(_change_field, field, change)
-    return Mutation(name, misread, applies=lambda config: misread(config, {})[0] != config)
+    return Mutation(
+        name,
+        f"another {field}",
+        misread,
+        applies=lambda config: misread(config, {})[0] != config,
+        is_field=True,
+    )
 
 
 def _factor_at_most_8(scaling: Any) -> Any:
@@ -247,54 +257,93 @@ MUTATIONS = [
     # Norms stand after attention and the MLP, not before them.
     Mutation(
         "post-norm",
+        "norms after attention and the MLP, not before them",
         model=_post_norm(),
         applies=lambda config: config.norm_placement == "before",
     ),
     # Key and value heads are tiled over the query heads, not repeated.
     Mutation(
         "heads n % kv",
+        "key-value heads tiled over the query heads, not repeated",
         model=model_with(attention=_remainder_attention),
         applies=lambda config: 1 < config.num_kv_heads < config.num_heads,
     ),
     # Rotary channels are left interleaved, as Meta's and GGUF's files have them.
-    Mutation("q/k not permuted", _not_permuted),
+    Mutation(
+        "q/k not permuted", "the order of rotated channels that Meta's files have", _not_permuted
+    ),
     # With grouped queries, keys are reordered with the number of query heads.
-    Mutation("k permuted as q", _keys_permuted_as_queries, applies=_keys_divide_as_queries),
+    Mutation(
+        "k permuted as q",
+        "keys' channels reordered with the number of query heads",
+        _keys_permuted_as_queries,
+        applies=_keys_divide_as_queries,
+    ),
     # The output head of a tied model is a separate, random matrix.
-    Mutation("head untied", _untied, applies=lambda config: config.tie_embeddings),
+    Mutation(
+        "head untied",
+        "a random output head beside the embedding",
+        _untied,
+        applies=lambda config: config.tie_embeddings,
+    ),
     # RoPE's tables are computed or stored in bfloat16.
-    Mutation("bfloat16 RoPE", model=model_with(rope_tables=_bfloat16_tables)),
+    Mutation(
+        "bfloat16 RoPE", "RoPE tables in bfloat16", model=model_with(rope_tables=_bfloat16_tables)
+    ),
     # The causal mask is off by one: a token sees the next one.
-    Mutation("mask +1", model=model_with(Mask=_mask_one_ahead)),
+    Mutation(
+        "mask +1",
+        "a mask that shows each token the next one",
+        model=model_with(Mask=_mask_one_ahead),
+    ),
     # Decoded tokens are off by one in the cache.
-    Mutation("cache +1", model=_cache_one_ahead()),
+    Mutation("cache +1", "decoded tokens one slot too far in the cache", model=_cache_one_ahead()),
     # Qwen 2's biases of queries, keys and values are not read.
-    Mutation("no bias", _without_bias, applies=lambda config: config.attention_bias),
+    Mutation(
+        "no bias",
+        "no biases of queries, keys and values",
+        _without_bias,
+        applies=lambda config: config.attention_bias,
+    ),
     # Queries and keys are normalized after RoPE, not before it, or not at all.
     Mutation(
         "norm after RoPE",
+        "norms of queries and keys after the rotation",
         model=_norm_after_rope(),
         applies=lambda config: config.qk_norm != "none",
     ),
     Mutation(
         "no q/k norm",
+        "no norms of queries and keys",
         model=_model_with_norm(_no_norm),
         applies=lambda config: config.qk_norm != "none",
     ),
     # OLMo's norm of all heads is taken of each head, as Qwen 3's.
     Mutation(
         "norm by head",
+        "norms of each head, not of all together",
         model=_model_with_norm(_norm_of_each_head),
         applies=lambda config: config.qk_norm == "whole",
     ),
     # OLMo's norms of outputs are applied to inputs.
-    Mutation("pre-norm", _norm_before, applies=lambda config: config.norm_placement == "after"),
+    Mutation(
+        "pre-norm",
+        "norms before attention and the MLP, not after them",
+        _norm_before,
+        applies=lambda config: config.norm_placement == "after",
+    ),
     # The sliding window is off by one, or ignored.
     _wrong_field("window +1", "sliding_window", lambda window: window and window + 1),
-    Mutation("no window", _without_window, applies=lambda config: config.sliding_window > 0),
+    Mutation(
+        "no window",
+        "no sliding window",
+        _without_window,
+        applies=lambda config: config.sliding_window > 0,
+    ),
     # Layers that differ from the others are off by one.
     Mutation(
         "layers -1",
+        "the layers that differ counted from 1, not from 0",
         _layers_one_before,
         applies=lambda config: bool(config.no_rope_layers or config.full_attention_layers),
     ),

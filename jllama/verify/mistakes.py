@@ -1,0 +1,228 @@
+"""Known mistakes of programs that run Llamas, with what each does to a model and to a prompt."""
+
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+import jllama.model
+from jllama.config import LLAMA_VALUES, LlamaConfig
+from jllama.errors import JllamaError
+from jllama.functional.int8 import int8_rows
+from jllama.language_model import LanguageModel
+from jllama.parameters import Params
+from jllama.rope_scaling import LinearScaling
+from jllama.templates.messages import TEMPLATES, message_ids
+from jllama.verify.checkpoint import shown
+from jllama.verify.mutations import MUTATIONS
+from jllama.verify.precisions import GGML, change_matrices, round_float, round_ggml
+from jllama.verify.rows import Row
+
+_FACTORS = (2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
+_WITH_PARAMETERS = ("attention_bias", "qk_norm", "norm_placement")  # ``MUTATIONS`` has these
+_CONTEXTS = (256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768)
+VALUES: dict[str, Sequence[Any]] = {
+    "rope_theta": (1e4, 1e5, 5e5, 1e6),
+    "norm_eps": (1e-8, 1e-6, 1e-5),
+}
+"""Values of fields that are taken for those of the checkpoint, as other Llamas have them."""
+
+
+class Mistake(NamedTuple):
+    """A mistake, as a wrong model and a wrong prompt.
+
+    Attributes:
+        about: what is wrong, as in "with ... our logits agree with theirs".
+        misread: takes the right configuration and parameters, and returns the wrong ones.
+        model: ``jllama.model``, or a copy of it with the mistake.
+        change: takes a row, and returns what the mistake makes of it, with as many places; None
+            if it changes the model alone.
+        is_rounding: whether it only rounds weights, which is no fault where it is declared.
+    """
+
+    about: str
+    misread: Callable[[LlamaConfig, Params], tuple[LlamaConfig, Params]] = lambda *model: model
+    model: types.ModuleType = jllama.model
+    change: Callable[[Row], Row] | None = None
+    is_rounding: bool = False
+
+
+def known_mistakes(model: LanguageModel, longest: int) -> list[Mistake]:
+    """Return the mistakes that can be made with a model, on prompts of up to ``longest`` tokens."""
+    config = model.config
+    mistakes = [*_wrong_fields(config, longest), *_wrong_weights(config)]
+    for mutation in MUTATIONS:
+        if mutation.name == "cache +1":
+            mistakes.append(Mistake(mutation.about, change=functools.partial(_move_decoded, 1)))
+        elif not mutation.is_field and mutation.applies(config):
+            mistakes.append(Mistake(mutation.about, mutation.misread, mutation.model))
+    mistakes.append(
+        Mistake(
+            "decoded tokens one slot too early in the cache",
+            change=functools.partial(_move_decoded, -1),
+        )
+    )
+    mistakes += [
+        Mistake(
+            f"a context of {size:,} tokens, and what is before them dropped",
+            change=functools.partial(_cut, size),
+        )
+        for size in _CONTEXTS
+        if size < longest
+    ]
+    if model.tokenizer is not None:
+        mistakes += _wrong_prompts(model)
+    return mistakes
+
+
+def _wrong_fields(config: LlamaConfig, longest: int) -> Iterator[Mistake]:
+    """Yield each wrong value of a field of the configuration."""
+    values: dict[str, Sequence[Any]] = dict(VALUES)
+    for field, usual in LLAMA_VALUES.items():
+        if field not in _WITH_PARAMETERS:
+            values[field] = [usual]
+    values["rope_theta"] = [*VALUES["rope_theta"], 2 * config.rope_theta]
+    values["norm_eps"] = [*VALUES["norm_eps"], 10 * config.norm_eps]
+    window = config.sliding_window
+    windows = [size for size in _CONTEXTS if size < longest]
+    values["sliding_window"] = [*windows, *([window - 1, window + 1, 0] if window else [])]
+    linear = [LinearScaling(factor) for factor in _FACTORS]
+    scaling: Any = config.rope_scaling
+    values["rope_scaling"] = linear[:3]
+    if scaling:
+        values["rope_scaling"] = [None, LinearScaling(scaling.factor)]
+        values["rope_scaling"] += [dataclasses.replace(scaling, factor=one) for one in _FACTORS]
+        if hasattr(scaling, "original_max_seq_len"):
+            values["rope_scaling"] += [
+                dataclasses.replace(scaling, original_max_seq_len=size) for size in _CONTEXTS[3:]
+            ]
+    for field, candidates in values.items():
+        right = getattr(config, field)
+        for value in dict.fromkeys(candidates):
+            changes = {field: value}
+            if field == "sliding_window" and not value:
+                changes["full_attention_layers"] = ()
+            if value != right:
+                yield Mistake(_about(field, value, right), functools.partial(_replace, changes))
+
+
+def _about(name: str, wrong: Any, right: Any) -> str:
+    """Say which value is taken for which, of a scaling by its fields."""
+    if dataclasses.is_dataclass(wrong) and type(wrong) is type(right):
+        changed = [field for field, value in vars(wrong).items() if value != getattr(right, field)]
+        return _about(f"{name}.{changed[0]}", vars(wrong)[changed[0]], getattr(right, changed[0]))
+    return f"{name} {shown(wrong)} for {shown(right)}"
+
+
+def _replace(
+    changes: dict[str, Any], config: LlamaConfig, params: Params
+) -> tuple[LlamaConfig, Params]:
+    return dataclasses.replace(config, **changes), params
+
+
+def _wrong_weights(config: LlamaConfig) -> Iterator[Mistake]:
+    """Yield each way to round, or to take one tensor for another."""
+    roundings: dict[str, Callable[..., Any]] = {
+        f"weights in {name}": functools.partial(round_ggml, name) for name in GGML
+    }
+    roundings["weights in 8 bits by row"] = lambda rows: np.multiply(
+        *(part if part.ndim == 2 else part[:, None] for part in int8_rows(rows, np))
+    )
+    for dtype in (jnp.bfloat16, jnp.float16):
+        name = jnp.dtype(dtype).name
+        roundings[f"weights in {name}"] = functools.partial(round_float, dtype)
+        yield Mistake(f"weights of norms in {name}", functools.partial(_round_norms, dtype))
+    for about, change in roundings.items():
+        misread = functools.partial(_change_matrices, change)
+        yield Mistake(about, misread, is_rounding=True)
+    if not config.tie_embeddings:
+        yield Mistake("the embedding for the output head", _tied)
+
+
+def _change_matrices(
+    change: Callable[..., Any], config: LlamaConfig, params: Params
+) -> tuple[LlamaConfig, Params]:
+    return config, change_matrices(change, config, params)
+
+
+def _round_norms(dtype: Any, config: LlamaConfig, params: Params) -> tuple[LlamaConfig, Params]:
+    layers = {
+        name: round_float(dtype, np.asarray(value)) if "norm" in name else value
+        for name, value in params["layers"].items()
+    }
+    final_norm = round_float(dtype, np.asarray(params["final_norm"]))
+    return config, params | {"layers": layers, "final_norm": final_norm}
+
+
+def _tied(config: LlamaConfig, params: Params) -> tuple[LlamaConfig, Params]:
+    tied = {name: value for name, value in params.items() if name != "lm_head"}
+    return dataclasses.replace(config, tie_embeddings=True), tied
+
+
+def _move_decoded(distance: int, row: Row) -> Row:
+    """Move the positions of generated tokens."""
+    positions = np.arange(len(row.ids))
+    positions[row.num_prompt :] += distance
+    return row._replace(positions=tuple(positions.tolist()))
+
+
+def _cut(size: int, row: Row) -> Row:
+    """Keep the last tokens, if that keeps all places."""
+    num_cut = max(len(row.ids) - size, 0)
+    if not num_cut or min(row.places) < num_cut:
+        return row
+    return _move(row, row.ids[num_cut:])
+
+
+def _move(row: Row, ids: Sequence[int]) -> Row:
+    """Return a row with another beginning, whose places are counted from the end."""
+    shift = len(ids) - len(row.ids)
+    places = tuple(place + shift for place in row.places)
+    return row._replace(ids=tuple(ids), places=places, num_prompt=row.num_prompt + shift)
+
+
+def _wrong_prompts(model: LanguageModel) -> Iterator[Mistake]:
+    """Yield what a program does to texts and conversations before the model has them."""
+    bos_id = model.text_tokenizer.bos_id
+    for about, had, has in (
+        ("no BOS before the prompt", 1, 0),
+        ("BOS twice before the prompt", 1, 2),
+        ("BOS before a prompt that should have none", 0, 1),
+    ):
+        yield Mistake(about, change=functools.partial(_change_bos, bos_id, had, has))
+    templates = dict(TEMPLATES)
+    if model.chat_template:
+        yield Mistake(
+            "a chat template that does not begin the answer",
+            change=functools.partial(_render, model, model.chat_template, False),
+        )
+    templates["plain"] = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
+    for name, template in templates.items():
+        if template != model.chat_template:
+            yield Mistake(
+                f"the chat template {name!r} for the model's own",
+                change=functools.partial(_render, model, template, True),
+            )
+
+
+def _change_bos(bos_id: int, had: int, has: int, row: Row) -> Row:
+    """Let a prompt that the server makes begin with ``has`` BOS tokens, where it had ``had``."""
+    is_made_by_server = row.is_text or row.messages
+    if not is_made_by_server or (row.ids[0] == bos_id) != had:
+        return row
+    return _move(row, (bos_id,) * has + row.ids[had:])
+
+
+def _render(model: LanguageModel, template: str, begins_answer: bool, row: Row) -> Row:
+    """Make the prompt with another template; one that does not take these messages changes none."""
+    if not row.messages:
+        return row
+    try:
+        ids = message_ids(model.text_tokenizer, template, row.messages, begins_answer)
+    except JllamaError:
+        return row
+    return _move(row, ids)

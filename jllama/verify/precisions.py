@@ -1,0 +1,170 @@
+"""What rounding does to the logits: weights and activations as another program would store them."""
+
+import dataclasses
+import functools
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+import jllama.model
+from jllama import functional as F
+from jllama.config import LlamaConfig
+from jllama.functional.int8 import int8_rows
+from jllama.parameters import Params, as_matrix, parameter_table
+from jllama.verify.mutations import model_with
+
+_BLOCK = 32  # numbers that share a scale in GGML's formats
+GGML = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
+
+
+class Precision(NamedTuple):
+    """How a program rounds.
+
+    Attributes:
+        about: in words.
+        round_params: returns the parameters that it computes with, from those of the checkpoint.
+        model: ``jllama.model``, or a copy of it that rounds activations.
+    """
+
+    about: str
+    round_params: Callable[[LlamaConfig, Params], Params] = lambda config, params: params
+    model: types.ModuleType = jllama.model
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["base"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class RoundingMatrix:
+    """A matrix for products ``x @ matrix`` that rounds ``x`` in blocks of 8-bit integers."""
+
+    base: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the matrix."""
+        return self.base.shape
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the matrix."""
+        return self.base.dtype
+
+    def reshape(self, rows: int, columns: int) -> "RoundingMatrix":
+        """Flatten to ``[inputs, outputs]``; -1 is allowed as in NumPy."""
+        return RoundingMatrix(self.base.reshape(rows, columns))
+
+    def __getitem__(self, rows: Any) -> "RoundingMatrix":
+        """Return the matrix itself, for ``[...]``."""
+        return self
+
+    def __rmatmul__(self, x: Float[Array, "tokens inputs"]) -> Float[Array, "tokens outputs"]:
+        return round_blocks(x) @ self.base
+
+
+def round_blocks(x: Float[Array, "tokens inputs"]) -> Float[Array, "tokens inputs"]:
+    """Round to GGML's ``Q8_0``: blocks of 32 integers, times ``max(abs(block)) / 127``."""
+    size = _BLOCK if x.shape[-1] % _BLOCK == 0 else x.shape[-1]
+    blocks = x.reshape(*x.shape[:-1], -1, size)
+    scale = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True) / 127
+    scale = scale.astype(jnp.float16).astype(x.dtype)
+    integers = jnp.round(blocks / jnp.where(scale > 0, scale, 1))
+    return (integers * scale).reshape(x.shape)
+
+
+def cast(dtype: Any, config: LlamaConfig, params: Params) -> Params:
+    """Return all parameters in another dtype; activations then have it, too."""
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), params)
+
+
+def change_matrices(
+    change: Callable[[np.ndarray], Any], config: LlamaConfig, params: Params
+) -> Params:
+    """Return parameters with ``change`` of every matrix, as ``[outputs, inputs]`` in float32."""
+    changed: Params = params | {"layers": dict(params["layers"])}
+    for path, row in parameter_table(config).items():
+        if row.role != "matrix":
+            continue
+        in_layers, _, name = path.rpartition("/")
+        parent = changed["layers"] if in_layers else changed
+        array = np.array(parent[name], np.float32)
+        for layer in array if in_layers else [array]:
+            matrix = as_matrix(row, layer)
+            matrix[...] = change(np.ascontiguousarray(matrix))
+        parent[name] = array
+    return changed
+
+
+def round_ggml(name: str, rows: Float[np.ndarray, "outputs inputs"]) -> np.ndarray:
+    """Round a matrix to one of GGML's formats; one whose rows are no blocks stays."""
+    if rows.shape[1] % _BLOCK:
+        return rows
+    kind = gguf.GGMLQuantizationType[name]
+    return gguf.dequantize(gguf.quantize(rows, kind), kind)
+
+
+def round_float(dtype: Any, rows: np.ndarray) -> np.ndarray:
+    """Round to a floating-point dtype, and return float32."""
+    return rows.astype(dtype).astype(np.float32)
+
+
+def _round_int8(rows: Float[np.ndarray, "outputs inputs"]) -> np.ndarray:
+    values, scale = int8_rows(rows, np)
+    return values * scale[:, None]
+
+
+def _with_rounding(config: LlamaConfig, params: Params) -> Params:
+    """Let all products of layers round their input to 8 bits."""
+    layers = {
+        name: RoundingMatrix(jnp.asarray(value)) if name.startswith("w") else value
+        for name, value in params["layers"].items()
+    }
+    return params | {"layers": layers}
+
+
+def _quantized(name: str, config: LlamaConfig, params: Params) -> Params:
+    rounded = change_matrices(functools.partial(round_ggml, name), config, params)
+    return _with_rounding(config, rounded)
+
+
+def _float16_attention(
+    query: Array, key: Array, value: Array, mask: F.Mask, implementation: str
+) -> Array:
+    """Attend over keys and values that are stored in float16."""
+    arrays = (array.astype(jnp.float16).astype(jnp.float32) for array in (query, key, value))
+    return F.attention(*arrays, mask, implementation)
+
+
+def _project_rounded(x: Array, matrix: Any) -> Array:
+    return F.project(round_blocks(x), matrix)
+
+
+_FLOAT16_CACHE = model_with(attention=_float16_attention)
+_INT8_PRODUCTS = model_with(attention=_float16_attention, project=_project_rounded)
+PRECISIONS: dict[str, Precision] = {
+    "float32": Precision("float32"),
+    "float16-cache": Precision("float32 with keys and values in float16", model=_FLOAT16_CACHE),
+    "float16": Precision("float16", functools.partial(cast, jnp.float16)),
+    "bfloat16": Precision("bfloat16", functools.partial(cast, jnp.bfloat16)),
+    "int8-products": Precision(
+        "products of 8-bit activations, with keys and values in float16, as llama.cpp computes "
+        "with quantized weights",
+        _with_rounding,
+        _INT8_PRODUCTS,
+    ),
+    "int8": Precision("weights in 8 bits by row", functools.partial(change_matrices, _round_int8)),
+} | {
+    name: Precision(
+        f"weights in {name}, in products of 8-bit activations",
+        functools.partial(_quantized, name),
+        _INT8_PRODUCTS,
+    )
+    for name in GGML
+}
+"""By the name that ``--precision`` takes, the finest first."""
+WITHOUT_QUANTIZATION = tuple(PRECISIONS)[:5]
+"""Those that leave the weights of the checkpoint as they are."""
