@@ -37,7 +37,7 @@ _FLOAT32 = {"float32": 4.0}
 _FILES_OF_CHECKPOINTS = (
     r".*\.safetensors(\.index\.json)?|.*\.(gguf|bin|pth)|tokenizer.*\.(json|model)|"
     r"(generation_|adapter_)?config\.json|merges\.txt|checklist\.chk|chat_template\.(jinja|json)|"
-    r"(special_tokens_map|added_tokens|vocab|params|jllama)\.json|config\.yaml|checkpoints|"
+    r"(special_tokens_map|added_tokens|vocab|params|jllama|receipt)\.json|config\.yaml|checkpoints|"
     r"(metrics|samples|skipped|config\.history)\.jsonl|report\.html|reference\.npz|"
     r"tensorboard|wandb|autotuning|in_use.*|\.gitattributes"
 )

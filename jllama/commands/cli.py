@@ -43,6 +43,8 @@ COMMANDS = {
     "replay": "repeat a server's answer and compare the two",
     "convert": "convert a checkpoint to another format",
     "verify": "compare jllama, or a checkpoint, with the NumPy reference",
+    "audit": "compute steps of a training run again, and compare them",
+    "bisect": "find where two checkpoints or runs begin to differ",
     "check": "find mistakes in model components written by a class",
     "report": "write a page about one or several runs, or send their metrics to a logger",
     "eval": "measure how well a model predicts text or solves tasks",

@@ -20,7 +20,7 @@ from jllama.errors import UsageError, check_fields
 from jllama.files import atomic_write_text, check_writable, errors_as
 from jllama.progress import progress
 
-_OF_PEERS = ("precision", "max_tokens", "parallel", "timeout_s", "api_key")
+_OF_PEERS = ("precision", "max_tokens", "served_name", "parallel", "timeout_s", "api_key")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +47,7 @@ class VerifyOptions:
             with quantized weights), int8, Q8_0, Q5_1, Q5_0, Q4_1, Q4_0.
         max_tokens: the longest prompt for the other program; prompts of 2,048, 8,192, 32,768 and
             100,000 tokens show mistakes at far positions.
+        served_name: the name of the model on the server; the first if it is left out.
         parallel: how many requests the server gets at once.
         timeout_s: seconds that an answer of the server may take.
         api_key: a key of the server, if it requires one.
@@ -62,6 +63,7 @@ class VerifyOptions:
     against: str = ""
     precision: str = "auto"
     max_tokens: int = 2048
+    served_name: str = ""
     parallel: int = 4
     timeout_s: float = 120.0
     api_key: str = ""
@@ -134,6 +136,7 @@ def _verify_peer(options: VerifyOptions, width: int) -> tuple[dict[str, Any], It
                 options.against,
                 options.checkpoint,
                 options.precision,
+                served_name=options.served_name,
                 api_key=options.api_key,
                 parallel=options.parallel,
                 timeout_s=options.timeout_s,

@@ -32,6 +32,7 @@ from jllama.training.config import TrainConfig
 from jllama.training.metrics import Evaluation, evaluate, figures_text, summarize
 from jllama.training.opening import Run, autotuning_options, open_run
 from jllama.training.optimizer import learning_rate_at
+from jllama.training.receipt import describe_weights, write_receipt
 from jllama.training.rollouts import Rollouts, rollout_record
 from jllama.training.run_folder import SKIPPED, is_out_of_patience
 from jllama.training.step import StepMetrics, TrainState, compile_training, put_on_devices
@@ -450,6 +451,8 @@ def save(run: Run, evaluation: Evaluation | None) -> None:
     if run.base_fingerprint:
         meta["base_fingerprint"] = run.base_fingerprint
     loss = evaluation.validation_loss if evaluation else None
+    run.receipt["weights"][str(run.step)] = describe_weights(run.training.weights(run.state))
+    write_receipt(run.tracker.folder, run.receipt)
     save_state(run.checkpoints, run.training, run.step, run.state, meta, loss)
     notify(run, "save", {})
 

@@ -30,7 +30,7 @@ from jllama.devices import (
     loss_chunk_tokens,
 )
 from jllama.errors import UsageError, shell_command
-from jllama.files import atomic_write, errors_as, read_lines
+from jllama.files import Json, atomic_write, errors_as, read_lines
 from jllama.language_model import LanguageModel
 from jllama.loggers import check_logger
 from jllama.model import check_attention
@@ -46,6 +46,7 @@ from jllama.training.checkpointing import check_origin, restore_state
 from jllama.training.config import TrainConfig
 from jllama.training.metrics import Evaluation
 from jllama.training.optimizer import make_optimizer
+from jllama.training.receipt import begin_receipt
 from jllama.training.resolve import resolve
 from jllama.training.rollouts import Rollouts, Sampler, drawn_settings
 from jllama.training.step import (
@@ -87,6 +88,7 @@ class Run:
     planned_bytes: int = 0  # of the largest program
     signals: Sequence[int] = ()  # received by this process
     stop_signal: int = 0  # known to all processes
+    receipt: Json = dataclasses.field(default_factory=dict)  # see ``jllama.training.receipt``
 
 
 def open_run(
@@ -175,6 +177,7 @@ def open_run(
         step,
         done,
     )
+    run.receipt = begin_receipt(folder, config, data.fingerprint, training.mesh, step)
     log_facts(run)
     return run
 

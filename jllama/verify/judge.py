@@ -23,7 +23,7 @@ from jllama.verify.probes import (
     make_rows,
     observe_function,
 )
-from jllama.verify.rows import Observed, differences, predict
+from jllama.verify.rows import Observed, differences, predict, split_places
 from jllama.verify.server import Server, connect, find_method, observe
 
 SLACK = 4.0
@@ -52,7 +52,7 @@ class Explained(NamedTuple):
     about: str
     error: float  # in nats
     score: float  # in what is allowed
-    is_rounding: bool
+    precision: str  # with which it is no mistake
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,13 +105,17 @@ class Judgment:
 
 
 class Evidence(NamedTuple):
-    """What a peer answered to all prompts."""
+    """What a peer answered to all prompts.
+
+    ``is_split`` says whether it read each prompt only up to the place that it was asked for.
+    """
 
     peer: str
     method: str
     observed: list[Observed]
     behaviors: list[Behavior]
     remarks: list[str]
+    is_split: bool = False
 
 
 def check_model(
@@ -169,6 +173,7 @@ def check_server(
     precision: str = "auto",
     *,
     max_tokens: int = 2048,
+    served_name: str = "",
     api_key: str = "",
     parallel: int = 4,
     timeout_s: float = 120.0,
@@ -186,9 +191,7 @@ def check_server(
     if model.tokenizer is None:
         raise no_tokenizer(checkpoint)
     address = url.rstrip("/").removesuffix("/v1")
-    server = connect(
-        Server(address, model.tokenizer, api_key=api_key, timeout_s=timeout_s, parallel=parallel)
-    )
+    server = connect(Server(address, model.tokenizer, served_name, api_key, timeout_s, parallel))
     rows = make_rows(model, max_tokens)
     asking = find_method(server, rows[0].ids[:16])
     on_stage(f"asking {server.model} by {asking.method.about}")
@@ -205,7 +208,7 @@ def check_server(
     changes = [*behaviors(server, asking, rows, observed)]
     sent = "token ids" if asking.takes_ids else "text"
     method = f"{asking.method.about} on {asking.method.path}, prompts as {sent}"
-    evidence = Evidence(server.url, method, observed, changes, remarks)
+    evidence = Evidence(server.url, method, observed, changes, remarks, not asking.method.is_whole)
     return judge(evidence, model, precision, on_stage)
 
 
@@ -261,17 +264,19 @@ def judge(
     mistakes: list[Explained] = []
     if num_over or name not in _EXACT:
         for mistake in known_mistakes(model, max(len(row.ids) for row in rows)):
-            wrong_rows = rows
+            seen = split_places(observed) if mistake.sees_ahead and evidence.is_split else observed
+            right_rows = [one.row for one in seen]
+            wrong_rows = right_rows
             if mistake.change:
-                wrong_rows = [mistake.change(row) for row in rows]
-                if wrong_rows == rows:
+                wrong_rows = [mistake.change(row) for row in right_rows]
+                if wrong_rows == right_rows:
                     continue
             wrong_config, wrong_params = mistake.misread(config, params)
             on_stage(f"trying {mistake.about}")
-            predicted = predict(wrong_config, wrong_params, wrong_rows, observed, mistake.model)
-            left = differences(observed, predicted)
-            score = _score(group_errors(observed, left), allowed)
-            mistakes.append(Explained(mistake.about, _rms(left), score, mistake.is_rounding))
+            predicted = predict(wrong_config, wrong_params, wrong_rows, seen, mistake.model)
+            left = differences(seen, predicted)
+            score = _score(group_errors(seen, left), allowed)
+            mistakes.append(Explained(mistake.about, _rms(left), score, mistake.precision))
         mistakes.sort(key=operator.attrgetter("score"))
     score = _score(errors, allowed)
     named = [one for one in mistakes if one.score < EXPLAINS * score]
@@ -280,7 +285,7 @@ def judge(
         peer=evidence.peer,
         method=evidence.method,
         verdict=_verdict(evidence, name, num_over, named, len(mistakes), found, errors, allowed),
-        passed=not num_over and all(one.is_rounding for one in named),
+        passed=not num_over and all(one.precision == name for one in named[:1]),
         precision=name,
         error=_rms(found),
         kl=_mean_kl(observed, exact),
@@ -341,14 +346,9 @@ def _verdict(
     """Say in one sentence whether the peer computes the checkpoint, and what its mistake is."""
     about = PRECISIONS[precision].about
     size = f"{_rms(found):.1e} nats"
-    if not num_over and not named:
+    if not num_over and all(one.precision == precision for one in named[:1]):
         return f"PASS: {evidence.peer} computes this checkpoint as {about} does ({size})"
     others = "; no less by " + ", or ".join(one.about for one in named[1:]) if named[1:] else ""
-    if not num_over and all(one.is_rounding for one in named):
-        return (
-            f"PASS: {evidence.peer} computes this checkpoint as {about} does ({size}), best "
-            f"explained by {named[0].about}{others}"
-        )
     where = _where(evidence.observed, found, errors, allowed)
     if not named:
         return (

@@ -12,14 +12,13 @@ import numpy as np
 import jllama.model
 from jllama.config import LLAMA_VALUES, LlamaConfig
 from jllama.errors import JllamaError
-from jllama.functional.int8 import int8_rows
 from jllama.language_model import LanguageModel
 from jllama.parameters import Params
 from jllama.rope_scaling import LinearScaling
 from jllama.templates.messages import TEMPLATES, message_ids
 from jllama.verify.checkpoint import shown
 from jllama.verify.mutations import MUTATIONS
-from jllama.verify.precisions import GGML, change_matrices, round_float, round_ggml
+from jllama.verify.precisions import WEIGHTS, change_matrices, round_float
 from jllama.verify.rows import Row
 
 _FACTORS = (2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
@@ -31,6 +30,12 @@ VALUES: dict[str, Sequence[Any]] = {
 }
 """Values of fields that are taken for those of the checkpoint, as other Llamas have them."""
 
+_MADE_BY_SERVER: dict[str, Callable[[Row], bool]] = {
+    "texts": lambda row: row.is_text,
+    "chats": lambda row: bool(row.messages),
+    "texts and chats": lambda row: row.is_text or bool(row.messages),
+}
+
 
 class Mistake(NamedTuple):
     """A mistake, as a wrong model and a wrong prompt.
@@ -41,14 +46,16 @@ class Mistake(NamedTuple):
         model: ``jllama.model``, or a copy of it with the mistake.
         change: takes a row, and returns what the mistake makes of it, with as many places; None
             if it changes the model alone.
-        is_rounding: whether it only rounds weights, which is no fault where it is declared.
+        sees_ahead: whether later tokens of a prompt change what is predicted in a place.
+        precision: the name of the precision with which it is no mistake.
     """
 
     about: str
     misread: Callable[[LlamaConfig, Params], tuple[LlamaConfig, Params]] = lambda *model: model
     model: types.ModuleType = jllama.model
     change: Callable[[Row], Row] | None = None
-    is_rounding: bool = False
+    sees_ahead: bool = False
+    precision: str = ""
 
 
 def known_mistakes(model: LanguageModel, longest: int) -> list[Mistake]:
@@ -59,7 +66,9 @@ def known_mistakes(model: LanguageModel, longest: int) -> list[Mistake]:
         if mutation.name == "cache +1":
             mistakes.append(Mistake(mutation.about, change=functools.partial(_move_decoded, 1)))
         elif not mutation.is_field and mutation.applies(config):
-            mistakes.append(Mistake(mutation.about, mutation.misread, mutation.model))
+            sees_ahead = mutation.name == "mask +1"
+            mistake = Mistake(mutation.about, mutation.misread, mutation.model)
+            mistakes.append(mistake._replace(sees_ahead=sees_ahead))
     mistakes.append(
         Mistake(
             "decoded tokens one slot too early in the cache",
@@ -70,6 +79,7 @@ def known_mistakes(model: LanguageModel, longest: int) -> list[Mistake]:
         Mistake(
             f"a context of {size:,} tokens, and what is before them dropped",
             change=functools.partial(_cut, size),
+            sees_ahead=True,
         )
         for size in _CONTEXTS
         if size < longest
@@ -126,19 +136,12 @@ def _replace(
 
 def _wrong_weights(config: LlamaConfig) -> Iterator[Mistake]:
     """Yield each way to round, or to take one tensor for another."""
-    roundings: dict[str, Callable[..., Any]] = {
-        f"weights in {name}": functools.partial(round_ggml, name) for name in GGML
-    }
-    roundings["weights in 8 bits by row"] = lambda rows: np.multiply(
-        *(part if part.ndim == 2 else part[:, None] for part in int8_rows(rows, np))
-    )
-    for dtype in (jnp.bfloat16, jnp.float16):
-        name = jnp.dtype(dtype).name
-        roundings[f"weights in {name}"] = functools.partial(round_float, dtype)
-        yield Mistake(f"weights of norms in {name}", functools.partial(_round_norms, dtype))
-    for about, change in roundings.items():
+    for name, change in WEIGHTS.items():
         misread = functools.partial(_change_matrices, change)
-        yield Mistake(about, misread, is_rounding=True)
+        yield Mistake(f"weights in {name}", misread, precision=name)
+    for dtype in (jnp.bfloat16, jnp.float16):
+        about = f"weights of norms in {jnp.dtype(dtype).name}"
+        yield Mistake(about, functools.partial(_round_norms, dtype))
     if not config.tie_embeddings:
         yield Mistake("the embedding for the output head", _tied)
 
@@ -189,11 +192,13 @@ def _wrong_prompts(model: LanguageModel) -> Iterator[Mistake]:
     """Yield what a program does to texts and conversations before the model has them."""
     bos_id = model.text_tokenizer.bos_id
     for about, had, has in (
-        ("no BOS before the prompt", 1, 0),
-        ("BOS twice before the prompt", 1, 2),
-        ("BOS before a prompt that should have none", 0, 1),
+        ("no BOS", 1, 0),
+        ("BOS twice", 1, 2),
+        ("BOS, which is not due,", 0, 1),
     ):
-        yield Mistake(about, change=functools.partial(_change_bos, bos_id, had, has))
+        for prompts, is_changed in _MADE_BY_SERVER.items():
+            change = functools.partial(_change_bos, bos_id, had, has, is_changed)
+            yield Mistake(f"{about} before {prompts}", change=change)
     templates = dict(TEMPLATES)
     if model.chat_template:
         yield Mistake(
@@ -209,10 +214,11 @@ def _wrong_prompts(model: LanguageModel) -> Iterator[Mistake]:
             )
 
 
-def _change_bos(bos_id: int, had: int, has: int, row: Row) -> Row:
-    """Let a prompt that the server makes begin with ``has`` BOS tokens, where it had ``had``."""
-    is_made_by_server = row.is_text or row.messages
-    if not is_made_by_server or (row.ids[0] == bos_id) != had:
+def _change_bos(
+    bos_id: int, had: int, has: int, is_changed: Callable[[Row], bool], row: Row
+) -> Row:
+    """Let a prompt begin with ``has`` BOS tokens, where it had ``had``."""
+    if not is_changed(row) or (row.ids[0] == bos_id) != had:
         return row
     return _move(row, (bos_id,) * has + row.ids[had:])
 

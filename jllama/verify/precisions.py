@@ -20,7 +20,7 @@ from jllama.parameters import Params, as_matrix, parameter_table
 from jllama.verify.mutations import model_with
 
 _BLOCK = 32  # numbers that share a scale in GGML's formats
-GGML = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
+_GGML = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
 
 
 class Precision(NamedTuple):
@@ -117,6 +117,14 @@ def _round_int8(rows: Float[np.ndarray, "outputs inputs"]) -> np.ndarray:
     return values * scale[:, None]
 
 
+WEIGHTS: dict[str, Callable[[np.ndarray], Any]] = {
+    "bfloat16": functools.partial(round_float, jnp.bfloat16),
+    "float16": functools.partial(round_float, jnp.float16),
+    "int8": _round_int8,
+} | {name: functools.partial(round_ggml, name) for name in _GGML}
+"""How a matrix is rounded, by the name of a precision."""
+
+
 def _with_rounding(config: LlamaConfig, params: Params) -> Params:
     """Let all products of layers round their input to 8 bits."""
     layers = {
@@ -127,8 +135,7 @@ def _with_rounding(config: LlamaConfig, params: Params) -> Params:
 
 
 def _quantized(name: str, config: LlamaConfig, params: Params) -> Params:
-    rounded = change_matrices(functools.partial(round_ggml, name), config, params)
-    return _with_rounding(config, rounded)
+    return _with_rounding(config, change_matrices(WEIGHTS[name], config, params))
 
 
 def _float16_attention(
@@ -163,7 +170,7 @@ PRECISIONS: dict[str, Precision] = {
         functools.partial(_quantized, name),
         _INT8_PRODUCTS,
     )
-    for name in GGML
+    for name in _GGML
 }
 """By the name that ``--precision`` takes, the finest first."""
 WITHOUT_QUANTIZATION = tuple(PRECISIONS)[:5]

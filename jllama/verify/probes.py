@@ -18,6 +18,7 @@ from jllama.verify.server import Asking, RefusalError, Server, generate, observe
 FAR = (2048, 8192, 32_768, 100_000)
 """Lengths of long prompts; they begin and end with the same text, so that attention reaches far."""
 _TEXT_TOKENS = 200
+_REPEATED_WORDS = 30
 _SHORT = (1, 2, 3, 5, 8)
 _NEW_TOKENS = 24
 _CONVERSATIONS = (
@@ -65,10 +66,11 @@ def make_rows(model: LanguageModel, max_tokens: int) -> list[Row]:
     rows = [_row("text", ids[: min(_TEXT_TOKENS, limit)], 0)]
     rows += [_row("short", ids[:length], length - 1) for length in _SHORT]
     for length in FAR:
-        num_words = length * len(words) // len(ids) - 2 * len(words)
-        if num_words > 0 and length <= limit + 1:
+        if length <= limit + 1:
+            num_words = max(length * len(words) // len(ids) - 3 * _REPEATED_WORDS, 0)
             middle = rng.choice(words, num_words).tolist()
-            far = encode([*words, *middle, *words[: len(words) // 2]])[:limit]
+            repeated = words[:_REPEATED_WORDS]
+            far = encode([*repeated, *middle, *repeated])[:limit]
             rows.append(_row("far", far, len(far) - 64))
     if tokenizer is None:
         return rows

@@ -104,7 +104,7 @@ def predict(
     model: types.ModuleType = jllama.model,
     *,
     with_oracle: bool = False,
-) -> list[Float[np.ndarray, "places tokens"]]:
+) -> list[Float[np.ndarray, "..."]]:
     """Compute what a model gives where a peer was observed, for each row.
 
     That is the log-probability of each token; where the peer only prefers a token, it is how much
@@ -171,11 +171,28 @@ def _log_probs(
 
 
 def differences(
-    observed: Sequence[Observed], predicted: Sequence[Float[np.ndarray, "places tokens"]]
-) -> list[Float[np.ndarray, "places tokens"]]:
+    observed: Sequence[Observed], predicted: Sequence[Float[np.ndarray, "..."]]
+) -> list[Float[np.ndarray, "..."]]:
     """Subtract predictions from what was observed, in nats; NaN where nothing was."""
     found = []
     for one, values in zip(observed, predicted, strict=True):
         actual = np.nan_to_num(one.log_probs, nan=0.0)
         found.append(np.where(one.ids < 0, np.nan, actual - values))
     return found
+
+
+def split_places(observed: Sequence[Observed]) -> list[Observed]:
+    """Return what was observed of each place by itself, whose row ends there."""
+    return [
+        Observed(
+            one.row._replace(
+                ids=one.row.ids[: place + 1],
+                places=(place,),
+                num_prompt=min(one.row.num_prompt, place + 1),
+            ),
+            one.ids[index : index + 1],
+            one.log_probs[index : index + 1],
+        )
+        for one in observed
+        for index, place in enumerate(one.row.places)
+    ]

@@ -22,6 +22,7 @@ TOP = 5
 """How many log-probabilities of each token are requested: more than this many some refuse."""
 MAX_PLACES = 24
 """Places of a row that are requested if each needs a request of its own."""
+_LONG = 1024  # tokens of a prompt of which fewer places are requested
 _BUSY = (429, 503)
 _MAX_TRIES = 6
 _AGREES = 0.2  # nats between two answers about one token
@@ -150,19 +151,16 @@ def _open(server: Server, path: str, body: Json | None) -> Iterator[Any]:
 
 def connect(server: Server) -> Server:
     """Return the server with the name of its model, which is the first if it was not given."""
+    if server.model:
+        return server
     models = request(server, "/v1/models")
     try:
-        names = [str(model["id"]) for model in models["data"]]
-    except (KeyError, TypeError):
+        return dataclasses.replace(server, model=str(models["data"][0]["id"]))
+    except (LookupError, TypeError):
         raise JllamaError(
-            f"{server.url}/v1/models lists no models: give the address of a server with "
-            "OpenAI's API, without /v1"
+            f"{server.url}/v1/models lists no models: give the address of a server with OpenAI's "
+            "API, without /v1, and the model's name with served_name"
         ) from None
-    if server.model and server.model not in names:
-        raise JllamaError(
-            f"{server.url} serves no model {server.model}; it serves {', '.join(names)}"
-        )
-    return dataclasses.replace(server, model=server.model or next(iter(names), ""))
 
 
 def find_method(server: Server, ids: Sequence[int]) -> Asking:
@@ -377,7 +375,8 @@ def observe(
         if row.messages or asking.method.is_whole:
             jobs.append((index, row))
         else:
-            step = -(-len(row.places) // MAX_PLACES)
+            most = MAX_PLACES if len(row.ids) <= _LONG else MAX_PLACES // 3
+            step = -(-len(row.places) // most)
             places = row.places[::-step][::-1]
             jobs += [
                 (index, row._replace(ids=row.ids[: place + 1], num_prompt=place + 1))

@@ -1,0 +1,53 @@
+"""``jllama bisect``: find where two checkpoints or runs that should agree begin to differ."""
+
+import dataclasses
+import json
+import sys
+
+from rich.console import Console
+
+from jllama.commands.cli import parse
+from jllama.progress import progress
+
+
+@dataclasses.dataclass(frozen=True)
+class BisectOptions:
+    """Find the first field, tensor, layer and operation in which two checkpoints differ.
+
+    They may be of any formats. Of two training runs, the first step and parameter is found, too.
+
+    Examples:
+        smollm2/ smollm2.gguf
+        runs/a runs/b --tolerance 0
+
+    Args:
+        a: a training run, a model in any format, or the id of a model on the Hugging Face hub.
+        b: the other one.
+        tolerance: relative differences up to this are allowed.
+        json: print all comparisons as JSON.
+    """
+
+    a: str
+    b: str
+    tolerance: float = 1e-5
+    json: bool = False
+
+
+def main(argv: list[str], prog: str) -> int:
+    """Print a tree of differences; return 1 if one is over the tolerance."""
+    options = parse(BisectOptions, argv, prog, ("a", "b"))
+    from jllama.verify.bisect import bisect, bisection_tree
+
+    with progress("") as move:
+        found = bisect(
+            options.a, options.b, options.tolerance, lambda stage: move(description=stage)
+        )
+    if options.json:
+        compared = [one._asdict() for one in found.compared]
+        result = {"passed": found.first is None, "verdict": found.verdict, "compared": compared}
+        print(json.dumps(result))
+    else:
+        console = Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=True)
+        console.print(bisection_tree(found))
+        console.print(found.verdict)
+    return 0 if found.first is None else 1

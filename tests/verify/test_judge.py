@@ -1,0 +1,256 @@
+"""Other programs held against the oracle: right ones pass, and each planted mistake is named."""
+
+import functools
+import re
+
+import numpy as np
+import pytest
+import torch
+from peer_server import (
+    TOKENIZER,
+    Program,
+    change_weights,
+    interleave,
+    late,
+    open_model,
+    quantize,
+    rope_parameters,
+    serving,
+)
+
+import jllama
+from jllama.errors import JllamaError, UsageError
+from jllama.templates.messages import TEMPLATES
+from jllama.verify.conformance import small, weights
+from jllama.verify.judge import check_server
+
+TIED = small("llama3.2-1b", 8, 2, vocab_size=259, embed_dim=128, mlp_dim=128)
+UNTIED = small("llama3.1-8b", 4, 2, vocab_size=259, embed_dim=128, mlp_dim=128)
+
+
+def saved(config, folder):
+    template = TEMPLATES["llama2"]
+    model = jllama.LanguageModel(config, weights(config), TOKENIZER, template, (TOKENIZER.eos_id,))
+    jllama.save(model, folder, "hf")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory):
+    return saved(TIED, tmp_path_factory.mktemp("tied") / "hf")
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory):
+    return saved(UNTIED, tmp_path_factory.mktemp("untied") / "hf")
+
+
+def judged(program, folder, **options):
+    with serving(program.answer) as url:
+        return check_server(url, folder, max_tokens=options.pop("max_tokens", 512), **options)
+
+
+def with_rope(folder, **changes):
+    return open_model(folder, rope_parameters=rope_parameters(folder, **changes))
+
+
+def norms_in_bfloat16(folder):
+    change = lambda weight: weight.bfloat16().float()  # noqa: E731
+    return change_weights(open_model(folder), "norm.weight", change)
+
+
+def permuted(folder):
+    change = functools.partial(interleave, head_dim=TIED.head_dim)
+    model = change_weights(open_model(folder), "q_proj.weight", change)
+    return change_weights(model, "k_proj.weight", change)
+
+
+def quantized(folder):
+    model = change_weights(open_model(folder), "proj.weight", quantize)
+    return change_weights(model, "embed_tokens.weight", quantize)
+
+
+MISTAKES = {
+    "theta": (lambda f: Program(with_rope(f, rope_theta=1e4)), "rope_theta 10,000 for 500,000"),
+    "factor": (lambda f: Program(with_rope(f, factor=8.0)), "rope_scaling.factor 8 for 32"),
+    "epsilon": (lambda f: Program(open_model(f, rms_norm_eps=1e-6)), "norm_eps 1e-06 for 1e-05"),
+    "order": (lambda f: Program(permuted(f)), "the order of rotated channels"),
+    "mask": (lambda f: Program(open_model(f), ahead=1), "a mask that shows each token the next"),
+    "context": (
+        lambda f: Program(open_model(f), context=256),
+        "a context of 256 tokens, and what is before them dropped",
+    ),
+    "BOS": (lambda f: Program(open_model(f), num_bos=2), "BOS twice before texts"),
+    "norm dtype": (lambda f: Program(norms_in_bfloat16(f)), "weights of norms in bfloat16"),
+    "cache": (
+        lambda f: Program(open_model(f), decoded_shift=1),
+        "decoded tokens one slot too far in the cache",
+    ),
+    "template": (
+        lambda f: Program(open_model(f), template=TEMPLATES["chatml"]),
+        "the chat template 'chatml' for the model's own",
+    ),
+    "window": (lambda f: Program(open_model(f), window=256), "sliding_window 256 for 0"),
+    "quantization": (
+        lambda f: Program(quantized(f)),
+        "weights in Q8_0",
+    ),
+}
+MAX_TOKENS = {"factor": 2048, "window": 2048, "context": 2048}
+
+
+def test_a_right_server_passes(tied):
+    found = judged(Program(open_model(tied)), tied)
+    assert found.passed, found
+    assert found.precision == "float32"
+    assert found.error < 2e-4
+    assert found.kl < 1e-8
+    kinds = {kind for kind, *_ in found.groups}
+    assert kinds == {"text", "short", "plain text", "special tokens", "chat", "decode"}
+    assert all(one.share == 0 for one in found.behaviors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_planted_mistake_is_named(tied, name):
+    make, about = MISTAKES[name]
+    found = judged(make(tied), tied, max_tokens=MAX_TOKENS.get(name, 512))
+    assert not found.passed, found
+    named = found.verdict.partition("; ")[2]
+    assert about in named, found
+
+
+@pytest.mark.slow
+def test_a_head_that_is_taken_for_the_embedding_is_named(untied):
+    model = open_model(untied)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.model.embed_tokens.weight)
+    found = judged(Program(model), untied)
+    assert "the embedding for the output head" in found.verdict
+
+
+@pytest.mark.slow
+def test_a_server_in_bfloat16_passes_as_such_and_its_mistake_is_named_nevertheless(tied):
+    model = open_model(tied).bfloat16()
+    found = judged(Program(model), tied)
+    assert found.passed, found
+    assert found.precision == "bfloat16"
+    wrong = with_rope(tied, rope_theta=1e4).bfloat16()
+    found = judged(Program(wrong), tied, precision="bfloat16")
+    assert "with rope_theta 10,000 for 500,000" in found.verdict
+
+
+@pytest.mark.slow
+def test_what_no_mistake_explains_is_said(tied):
+    noise = torch.Generator().manual_seed(0)
+    model = change_weights(
+        open_model(tied),
+        "proj.weight",
+        lambda weight: weight * (1 + 0.3 * torch.randn(weight.shape, generator=noise)),
+    )
+    found = judged(Program(model), tied)
+    assert not found
+    assert re.search("none of [0-9]+ known mistakes explains it$", found.verdict)
+
+
+@pytest.mark.parametrize(
+    ("refused", "method"),
+    [
+        (("echo",), "logprobs of one token"),
+        (("echo", "logprobs"), "the choice of one token"),
+    ],
+)
+def test_a_server_is_asked_in_the_way_that_it_serves(tied, refused, method):
+    found = judged(Program(open_model(tied), refuses=refused), tied)
+    assert found.passed, found
+    assert found.method.startswith(method)
+
+
+@pytest.mark.slow
+def test_a_mistake_shows_in_the_preferred_tokens_alone(tied):
+    program = Program(with_rope(tied, rope_theta=1e4), refuses=("echo", "logprobs"))
+    found = judged(program, tied)
+    assert not found
+    assert found.kl is None
+    assert "rope_theta 10,000 for 500,000" in found.verdict
+
+
+def test_forms_of_other_servers_are_read(tied):
+    """vLLM's prompt_logprobs, and llama.cpp's n_probs."""
+    program = Program(open_model(tied))
+
+    def vllm(path, body):
+        if "prompt_logprobs" not in body:
+            return program.answer(path, body) if body["max_tokens"] > 1 else None
+        if isinstance(body["prompt"], str):
+            return None
+        ids, log_probs = program.complete(body["prompt"], body)
+        entries = [None]
+        for place, id in enumerate(ids[1:-1]):
+            top = [*log_probs[place].topk(5).indices.tolist(), id]
+            entries.append({str(one): {"logprob": float(log_probs[place][one])} for one in top})
+        return {"choices": [{"text": "", "prompt_logprobs": entries}]}
+
+    def llama_cpp(path, body):
+        if path != "/completion" or isinstance(body["prompt"], str):
+            return None
+        first = len(body["prompt"])
+        ids, log_probs = program.complete(body["prompt"], {"max_tokens": body["n_predict"]})
+        found = []
+        for place in range(first, len(ids)):
+            row = log_probs[place - 1]
+            tops = [{"id": id, "logprob": float(row[id])} for id in row.topk(5).indices.tolist()]
+            found.append({"id": ids[place], "logprob": float(row[ids[place]]), "top_logprobs": tops})
+        return {"completion_probabilities": found}
+
+    for answer, method in ((vllm, "prompt_logprobs"), (llama_cpp, "n_probs")):
+        with serving(answer) as url:
+            found = check_server(url, tied, max_tokens=512)
+        assert found.passed, found
+        assert found.method.startswith(method)
+
+
+def test_a_server_that_fails_is_one_sentence(tied):
+    with serving(lambda path, body: None) as url:
+        with pytest.raises(JllamaError, match="gives neither log-probabilities nor tokens"):
+            check_server(url, tied)
+    with pytest.raises(JllamaError, match="gave no answer: .*refused"):
+        check_server(url, tied)
+    with serving(late) as url, pytest.raises(JllamaError, match="no answer within 0.5 s"):
+        check_server(url, tied, timeout_s=0.5)
+    with serving(lambda path, body: {"choices": "none"}) as url:
+        with pytest.raises(JllamaError, match="gives neither log-probabilities nor tokens"):
+            check_server(url, tied)
+
+
+def test_answers_that_change_in_company_are_told(tied):
+    program = Program(open_model(tied))
+    active = []
+
+    def answer(path, body):
+        found = program.answer(path, body)
+        active.append(path)
+        if found and len(active) % 2 and "logprobs" in found["choices"][0] and body.get("echo"):
+            log_probs = found["choices"][0]["logprobs"]["token_logprobs"]
+            log_probs[5:] = [value + 1e-5 for value in log_probs[5:]]
+        return found
+
+    with serving(answer) as url:
+        found = check_server(url, tied, max_tokens=512)
+    assert found.passed
+    assert any(0 < one.share <= 1 and 1e-6 < one.largest < 1e-4 for one in found.behaviors)
+
+
+def test_a_function_is_checked(tied):
+    model = open_model(tied)
+
+    def logits(tokens):
+        return model(torch.tensor(tokens[None])).logits
+
+    found = jllama.check_model(logits, tied, max_tokens=512)
+    assert found
+    assert repr(found).startswith("PASS: the function computes this checkpoint as float32 does")
+    with pytest.raises(JllamaError, match="returns .* for .* tokens; expected logits"):
+        jllama.check_model(lambda tokens: np.zeros(3), tied)
+    with pytest.raises(UsageError, match="there is no precision bfloat17; did you mean bfloat16"):
+        jllama.check_model(logits, tied, "bfloat17")
