@@ -13,8 +13,9 @@ from jaxtyping import Int
 from jllama.checkpoints.registry import load
 from jllama.errors import JllamaError, no_tokenizer, unknown_name
 from jllama.language_model import LanguageModel
+from jllama.parameters import Params
 from jllama.tokenizers import Tokenizer
-from jllama.verify.mistakes import known_mistakes
+from jllama.verify.mistakes import Mistake, known_mistakes
 from jllama.verify.precisions import PRECISIONS, WITHOUT_QUANTIZATION
 from jllama.verify.probes import (
     Behavior,
@@ -38,6 +39,7 @@ _TOP = 20  # log-probabilities of each token of a function that gives all
 _CLIP = 10.0  # nats
 _EDGES = (0, 16, 128, 512, 2048, 8192, 32_768, 1 << 31)
 _EXACT = ("float32", "float16-cache")  # so fine that no mistake hides in what they allow
+_LONG = 512  # tokens
 _SHOWN = 8  # mistakes in a report
 
 Group = tuple[str, int]
@@ -244,39 +246,33 @@ def judge(
     found = differences(observed, exact)
     errors = group_errors(observed, found)
 
-    # 2) What rounding allows: by the precision that leaves the fewest groups over it.
+    # 2) What rounding allows: by the precision that fits best, of those that allow the most.
     names = WITHOUT_QUANTIZATION if precision == "auto" else (precision,)
-    fits: list[tuple[int, str, Errors]] = []
+    fits: list[tuple[int, float, str, Errors]] = []
     for name in names:
         on_stage(f"rounding as {name}")
         rounding = PRECISIONS[name]
         rounded_params = rounding.round_params(config, params)
         rounded = predict(config, rounded_params, rows, observed, rounding.model)
         gaps = [one - other for one, other in zip(rounded, exact, strict=True)]
-        allowed = _allowed(group_errors(observed, gaps))
+        rounding_errors = group_errors(observed, gaps)
+        allowed = _allowed(rounding_errors)
         num_over = sum(errors[group] > allowed[group] for group in errors)
-        fits.append((num_over, name, allowed))
-        if not num_over:
+        sizes = np.array([[errors[group], rounding_errors[group]] for group in errors]) + FLOOR
+        misfit = float(np.abs(np.diff(np.log(sizes))).mean())
+        fits.append((num_over, misfit, name, allowed))
+        if not num_over and name in _EXACT:
             break
-    num_over, name, allowed = min(fits, key=operator.itemgetter(0))
+    num_over, _, name, allowed = min(fits, key=operator.itemgetter(0, 1))
 
     # 3) The mistakes, unless the differences are as small as they can be.
     mistakes: list[Explained] = []
     if num_over or name not in _EXACT:
         for mistake in known_mistakes(model, max(len(row.ids) for row in rows)):
-            seen = split_places(observed) if mistake.sees_ahead and evidence.is_split else observed
-            right_rows = [one.row for one in seen]
-            wrong_rows = right_rows
-            if mistake.change:
-                wrong_rows = [mistake.change(row) for row in right_rows]
-                if wrong_rows == right_rows:
-                    continue
-            wrong_config, wrong_params = mistake.misread(config, params)
             on_stage(f"trying {mistake.about}")
-            predicted = predict(wrong_config, wrong_params, wrong_rows, seen, mistake.model)
-            left = differences(seen, predicted)
-            score = _score(group_errors(seen, left), allowed)
-            mistakes.append(Explained(mistake.about, _rms(left), score, mistake.precision))
+            tried = _try(mistake, model, params, evidence, errors, allowed)
+            if tried:
+                mistakes.append(tried)
         mistakes.sort(key=operator.attrgetter("score"))
     score = _score(errors, allowed)
     named = [one for one in mistakes if one.score < EXPLAINS * score]
@@ -295,6 +291,41 @@ def judge(
         behaviors=evidence.behaviors,
         remarks=evidence.remarks,
     )
+
+
+def _try(
+    mistake: Mistake,
+    model: LanguageModel,
+    params: Params,
+    evidence: Evidence,
+    errors: Errors,
+    allowed: Errors,
+) -> Explained | None:
+    """Compute what a mistake leaves of the differences; None if it changes no prompt of these.
+
+    Long prompts, which take longest, are left out if short ones rule it out.
+    """
+    config, wrong_params = mistake.misread(model.config, params)
+    is_split = mistake.sees_ahead and evidence.is_split
+    changes_nothing = mistake.change is not None
+    seen: list[Observed] = []
+    left: list[np.ndarray] = []
+    for is_long in (False, True):
+        part = [one for one in evidence.observed if (len(one.row.ids) > _LONG) == is_long]
+        part = split_places(part) if is_split else part
+        rows = [one.row for one in part]
+        if mistake.change:
+            rows = [mistake.change(row) for row in rows]
+            changes_nothing = changes_nothing and rows == [one.row for one in part]
+        seen += part
+        left += differences(part, predict(config, wrong_params, rows, part, mistake.model))
+        found = group_errors(seen, left)
+        before = {group: errors[group] for group in found}
+        if _score(found, allowed) > EQUAL * max(_score(before, allowed), 1.0):
+            break
+    if changes_nothing:
+        return None
+    return Explained(mistake.about, _rms(left), _score(found, allowed), mistake.precision)
 
 
 def _groups(one: Observed) -> Int[np.ndarray, "places"]:

@@ -118,6 +118,8 @@ def predict(
         model: ``jllama.model``, or a copy of it with a mistake.
         with_oracle: use the float64 oracle, if there are few tokens.
     """
+    if not rows:
+        return []
     width = _rounded_up(max(one.ids.shape[1] for one in observed), 8)
     predicted: list[Any] = [None] * len(rows)
     for packed in pack(rows):

@@ -28,6 +28,8 @@ _MAX_TRIES = 6
 _AGREES = 0.2  # nats between two answers about one token
 _SHARE_EQUAL = 0.9  # of the tokens of an echo, which must be those that were sent
 
+_MIN_ECHOED = 16  # tokens, of a prompt that may have been cut
+
 Likely = dict[int, float]
 """Log-probabilities by token."""
 
@@ -296,7 +298,7 @@ def _find_shift(echoed: Sequence[int | None], ids: Sequence[int]) -> int:
             if token is not None and 0 <= n + shift < len(ids)
         ]
         num_equal = sum(one == other for one, other in pairs)
-        if pairs and len(pairs) > len(ids) // 4 and num_equal >= _SHARE_EQUAL * len(pairs):
+        if len(pairs) > min(len(ids) // 4, _MIN_ECHOED) and num_equal >= _SHARE_EQUAL * len(pairs):
             return shift
     raise ValueError("other tokens")
 

@@ -1,0 +1,181 @@
+"""Receipts of runs, steps computed again, and where two runs or checkpoints begin to differ."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import FILE
+
+import jllama
+from jllama.commands import audit, bisect
+from jllama.errors import UsageError
+from jllama.training.receipt import RECEIPT, describe_weights, read_receipt
+from jllama.verify.bisect import bisect as find_difference
+from jllama.verify.checks import random_params
+
+
+@pytest.fixture
+def copied(small_run, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(small_run.folder, folder)
+    return folder
+
+
+def run_json(capsys, command, *arguments):
+    code = command.main([*map(str, arguments), "--json"], "jllama")
+    found = json.loads(capsys.readouterr().out)
+    assert found["passed"] == (code == 0)
+    return found
+
+
+def test_a_run_writes_what_it_computed(small_run):
+    receipt = read_receipt(small_run.folder)
+    assert receipt["config"]["training"]["steps"] == 20
+    assert set(receipt["weights"]) == {"5", "10", "15", "20"}
+    assert len(receipt["weights"]["20"]) == 12
+    session = receipt["sessions"]["0"]
+    assert session["versions"]["jax"] == jax.__version__
+    assert session["code"]["version"] == jllama.__version__
+    saved = jllama.load(small_run.folder, layout="training")
+    step = str(saved.step)
+    assert describe_weights(saved.params) == receipt["weights"][step]
+
+
+def test_a_fingerprint_shows_every_bit():
+    values = np.random.default_rng(0).standard_normal((8, 6)).astype(np.float32)
+    before = describe_weights({"w": jnp.asarray(values)})
+    for bit in range(32):
+        changed = values.copy()
+        changed.view(np.uint32)[3:5, 2] ^= np.uint32(1 << bit)  # of two elements
+        assert describe_weights({"w": jnp.asarray(changed)}) != before
+    assert describe_weights({"w": jnp.asarray(values[::-1])}) != before
+
+
+def test_the_fingerprint_of_weights_on_two_devices_is_that_of_the_file(workshop, tmp_path):
+    run = tmp_path / "run"
+    options = ("--mesh.fsdp", 2, "--training.steps", 2, "--training.eval_every", 2)
+    done = workshop.finish(workshop.train(run, *options, devices=2))
+    assert done.code == 0, done.err
+    saved = jllama.load(run, layout="training")
+    assert describe_weights(saved.params) == read_receipt(run)["weights"]["2"]
+
+
+def test_steps_are_computed_again_in_the_same_bits(copied, capsys):
+    before = sorted(path for path in copied.rglob("*") if path.is_file())
+    found = run_json(capsys, audit, copied, "--steps", "16:19")
+    assert found["start"] == 15
+    assert [one["step"] for one in found["compared"]].count(15) == 12  # what is read is whole
+    later = [one for one in found["compared"] if one["step"] > 15]
+    assert {(one["step"], one["name"]) for one in later} == {
+        (step, name) for step in (17, 18, 19) for name in ("loss", "grad_norm")
+    }
+    assert all(one["error"] == 0 and one["before"] == one["after"] for one in found["compared"])
+    assert found["verdict"].startswith("PASS: the same bits in all")
+    assert sorted(path for path in copied.rglob("*") if path.is_file()) == before
+    # The beginning, which has no checkpoint any more.
+    assert audit.main([str(copied), "--steps", "0:5"], "jllama") == 0
+    assert "computed again from step 0" in capsys.readouterr().out
+
+
+def test_what_a_run_did_not_compute_is_found(copied, capsys):
+    metrics = copied / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    for line in lines:
+        if line["step"] == 18 and "tokens_per_s" in line:
+            line["loss"] *= 0.99
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = run_json(capsys, audit, copied, "--steps", "15:20")
+    assert found["verdict"].startswith("FAIL: another run, first in loss at step 18")
+    receipt = json.loads((copied / RECEIPT).read_text())
+    receipt["weights"]["15"]["embed"] = "0" * 16
+    (copied / RECEIPT).write_text(json.dumps(receipt))
+    found = run_json(capsys, audit, copied, "--steps", "15:17")
+    assert "first in embed at step 15" in found["verdict"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "3"], "it must be FIRST:LAST"),
+        (["--steps", "5:5"], "expected two steps"),
+        (["--steps", "15:25"], "which is saved up to step 20"),
+    ],
+)
+def test_a_wrong_range_is_one_sentence(small_run, arguments, message):
+    with pytest.raises(UsageError, match=message):
+        audit.main([str(small_run.folder), *arguments], "jllama")
+
+
+def test_a_folder_that_is_no_run_is_one_sentence(tmp_path):
+    with pytest.raises(UsageError, match="is not the folder of a run"):
+        audit.main([str(tmp_path), "--steps", "1:2"], "jllama")
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    """A model in two formats, and as a function changes it."""
+    params = random_params(FILE, 0)
+    tokenizer = jllama.tokenizers.BytesTokenizer()
+    jllama.save(jllama.LanguageModel(FILE, params, tokenizer), tmp_path / "a", "hf")
+    jllama.save(jllama.LanguageModel(FILE, params, tokenizer), tmp_path / "b.gguf", "gguf")
+
+    def changed(config, change=lambda layers: layers):
+        folder = tmp_path / "c"
+        own = params | {"layers": change(dict(params["layers"]))}
+        jllama.save(jllama.LanguageModel(config, own, tokenizer), folder, "hf", overwrite=True)
+        return folder
+
+    return tmp_path / "a", tmp_path / "b.gguf", changed
+
+
+def test_formats_of_one_model_agree(checkpoints, capsys):
+    a, b, _ = checkpoints
+    assert bisect.main([str(a), str(b)], "jllama") == 0
+    assert "PASS: no difference" in capsys.readouterr().out
+    assert find_difference(a, b, 0.0).first is None
+
+
+def test_the_first_different_tensor_and_operation_are_found(checkpoints, capsys):
+    a, _, changed = checkpoints
+
+    def change(layers):
+        layers["wk"] = layers["wk"].copy()
+        layers["wk"][1] *= 1.01
+        return layers
+
+    found = find_difference(a, changed(FILE, change))
+    assert found.first.name == "layers/1/wk"
+    assert found.first.error == pytest.approx(0.01, rel=1e-3)
+    over = [one.name for one in found.compared if one.error > 1e-5]
+    assert over == ["layers/1/wk", "layers/1/attention"]
+    assert bisect.main([str(a), str(changed(FILE, change))], "jllama") == 1
+    assert "wk: relative difference 1.0e-02  <- first" in capsys.readouterr().out
+    # A configuration with the same weights: each layer alone differs in its attention.
+    config = dataclasses.replace(FILE, rope_theta=5e5)
+    found = find_difference(a, changed(config))
+    over = [one.name for one in found.compared if one.error > 1e-5]
+    assert over == ["rope_theta", "layers/0/attention", "layers/1/attention"]
+
+
+def test_two_runs_differ_first_at_a_step(small_run, copied, capsys):
+    assert run_json(capsys, bisect, small_run.folder, copied)["passed"]
+    metrics = copied / "metrics.jsonl"
+    text = metrics.read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    for line in lines:
+        if line["step"] >= 7 and "tokens_per_s" in line:
+            line["loss"] += 1e-3
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    receipt = json.loads((copied / RECEIPT).read_text())
+    receipt["config"]["seed"] = 5
+    receipt["weights"]["10"]["layers/wq"] = "0" * 16
+    (copied / RECEIPT).write_text(json.dumps(receipt))
+    found = run_json(capsys, bisect, small_run.folder, copied)
+    assert "they differ first in training, step 7/loss" in found["verdict"]
+    assert "their sessions differ in seed" in found["verdict"]
+    over = [one["name"] for one in found["compared"] if one["text"] == "other bits"]
+    assert "step 10/layers/wq" in over
