@@ -85,7 +85,7 @@ if TYPE_CHECKING:
     from jllama.training.objectives import OBJECTIVES as OBJECTIVES
     from jllama.training.optimizer import OPTIMIZERS as OPTIMIZERS
     from jllama.training.step import TrainState as TrainState, compile_training as compile_training
-    from jllama.verify.judge import check_model as check_model
+    from jllama.verify.peers import check_model as check_model
 
 __version__ = "0.2.0"
 

@@ -16,7 +16,7 @@ PACKAGE = Path(jllama.__file__).parent
 FLOORS = [
     {"devices", "errors", "functional", "line_process", "progress", "typecheck"},
     {"files", "rope_scaling", "stop"},
-    {"config", "cache"},
+    {"config", "cache", "web"},
     {"presets", "parameters", "oracle", "tokenizers"},
     {"templates", "grammar"},
     {"sharding", "distributed", "decode_params", "lora", "data", "remat", "rewards"},

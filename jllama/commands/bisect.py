@@ -39,15 +39,13 @@ def main(argv: list[str], prog: str) -> int:
     from jllama.verify.bisect import bisect, bisection_tree
 
     with progress("") as move:
-        found = bisect(
-            options.a, options.b, options.tolerance, lambda stage: move(description=stage)
-        )
+        result = bisect(options.a, options.b, options.tolerance, move)
+    passed = result.first is None
     if options.json:
-        compared = [one._asdict() for one in found.compared]
-        result = {"passed": found.first is None, "verdict": found.verdict, "compared": compared}
-        print(json.dumps(result))
+        compared = [difference._asdict() for difference in result.compared]
+        print(json.dumps({"passed": passed, "verdict": result.verdict, "compared": compared}))
     else:
         console = Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=True)
-        console.print(bisection_tree(found))
-        console.print(found.verdict)
-    return 0 if found.first is None else 1
+        console.print(bisection_tree(result))
+        console.print(result.verdict)
+    return 0 if passed else 1

@@ -1,16 +1,13 @@
 """``jllama replay``: repeat a server's answer and compare the two."""
 
 import dataclasses
-import http.client
-import json
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 from jllama.commands.cli import parse
 from jllama.errors import JllamaError
-from jllama.files import errors_as, read_json_object
+from jllama.files import read_json_object
+from jllama.web import request_json
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,19 +36,8 @@ def main(argv: list[str], prog: str) -> int:
     """
     options = parse(ReplayOptions, argv, prog, ("answer",))
     before = _receipt(read_json_object(Path(options.answer)), options.answer)
-    errors = OSError, ValueError, TypeError, http.client.HTTPException
-    with errors_as(f"{options.url} gave no answer", *errors):
-        request = urllib.request.Request(
-            f"{options.url.rstrip('/')}{before['path']}",
-            json.dumps(before["request"]).encode(),
-            {"Content-Type": "application/json", "Authorization": f"Bearer {options.api_key}"},
-        )
-        try:
-            with urllib.request.urlopen(request) as reply:
-                answer = json.load(reply)
-        except urllib.error.HTTPError as error:
-            details = error.read(1000).decode(errors="replace")
-            raise ValueError(f"status {error.code}, {details}") from error
+    url = f"{options.url.rstrip('/')}{before['path']}"
+    answer = request_json(url, before["request"], options.api_key)
     after = _receipt(answer, options.url)
     names = ("system_fingerprint", "ids", "log_probs")
     changed = [name for name in names if before[name] != after[name]]

@@ -114,33 +114,29 @@ def main(argv: list[str], prog: str) -> int:
 
 def _verify_peer(options: VerifyOptions, width: int) -> tuple[dict[str, Any], Iterable[Any]]:
     """Return the judgment of another program as JSON, and as printable lines."""
-    from jllama.verify import judge, peers
+    from jllama.verify import peers
     from jllama.verify.checks import results_json
     from jllama.verify.judge_report import judgment_lines
 
     start_s = time.perf_counter()
     with progress("") as move:
 
-        def on_stage(stage: str) -> None:
-            move(1, description=stage)
-            if not sys.stderr.isatty():
-                print(stage, file=sys.stderr, flush=True)
+        def on_progress(**state: Any) -> None:
+            move(**state)
+            if "description" in state and not sys.stderr.isatty():
+                print(state["description"], file=sys.stderr, flush=True)
 
-        common: Any = {"max_tokens": options.max_tokens, "on_stage": on_stage}
-        if options.against in peers.PEERS:
-            result = peers.check_peer(
-                options.against, options.checkpoint, options.precision, **common
-            )
+        common = (options.checkpoint, options.precision, options.max_tokens, on_progress)
+        if options.against in peers.LIBRARIES:
+            result = peers.check_library(options.against, *common)
         else:
-            result = judge.check_server(
+            result = peers.check_server(
                 options.against,
-                options.checkpoint,
-                options.precision,
-                served_name=options.served_name,
+                *common,
+                model=options.served_name,
                 api_key=options.api_key,
-                parallel=options.parallel,
                 timeout_s=options.timeout_s,
-                **common,
+                parallel=options.parallel,
             )
     lines = judgment_lines(result, time.perf_counter() - start_s)
     return results_json(result.passed, **result.as_json()), lines

@@ -176,8 +176,8 @@ def open_run(
         state,
         step,
         done,
+        receipt=begin_receipt(folder, config, data.fingerprint, training.mesh, step),
     )
-    run.receipt = begin_receipt(folder, config, data.fingerprint, training.mesh, step)
     log_facts(run)
     return run
 

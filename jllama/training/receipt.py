@@ -6,6 +6,7 @@ import json
 import os
 import platform
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,8 @@ def fingerprints(params: Params) -> dict[str, UInt32[Array, "2"]]:
     Each number is a sum, modulo 2**32, of the bits of each element times an odd number made of its
     place. It is the same in any order, and so on any mesh. It is no defense against forgery.
     """
-    return {path: _fingerprint(leaf) for path, leaf in flatten_dict(params, sep="/").items()}
+    leaves: dict[str, Any] = flatten_dict(params, sep="/")
+    return {path: _fingerprint(leaf) for path, leaf in leaves.items()}
 
 
 def _fingerprint(leaf: Array) -> UInt32[Array, "2"]:
@@ -76,8 +78,8 @@ def begin_receipt(
     before = read_receipt(folder)
     receipt: Json = {"config": config_fields(config), "data": data}
     for name in ("sessions", "weights"):  # both by the step after which they were
-        kept = before[name].items() if step else ()
-        receipt[name] = {at: value for at, value in kept if int(at) <= step}
+        entries = before[name].items() if step else ()
+        receipt[name] = {at: value for at, value in entries if int(at) <= step}
     receipt["sessions"][str(step)] = describe_session(mesh)
     write_receipt(folder, receipt)
     return receipt

@@ -1,8 +1,9 @@
 """Where two checkpoints, formats or runs that should agree begin to differ."""
 
+import operator
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from flax.traverse_util import flatten_dict
@@ -12,13 +13,14 @@ from rich.tree import Tree
 from jllama import oracle
 from jllama.checkpoints import run
 from jllama.checkpoints.registry import open_checkpoint
-from jllama.checkpoints.tensors import Checkpoint, blocks
+from jllama.checkpoints.tensors import Checkpoint
 from jllama.config import LlamaConfig
 from jllama.files import Json, read_lines
 from jllama.generation.text import prompt_ids
 from jllama.parameters import TensorSpec, as_matrix, shape_of, tensor_specs
 from jllama.training.receipt import read_receipt
-from jllama.verify.checkpoint import PROSE, shown
+from jllama.verify.checkpoint import PROSE
+from jllama.verify.checks import relative_error
 from jllama.verify.layerwise import update_error
 
 _MAX_TOKENS = 64
@@ -32,7 +34,7 @@ class Difference(NamedTuple):
         part: configuration, tokenizer, weights, activations, session or training.
         name: of the field, tensor, operation, step or figure.
         error: a relative difference; 1 for values that are no numbers.
-        text: the two values, where they are short.
+        text: the two values, where they differ; empty for tensors.
     """
 
     part: str
@@ -69,7 +71,8 @@ class Bisection(NamedTuple):
 
 
 def _figure(one: Difference) -> str:
-    return one.text or f"relative difference {one.error:.1e}"
+    size = f"relative difference {one.error:.1e}"
+    return f"{one.text} ({size})" if one.text else size
 
 
 def bisection_tree(bisection: Bisection) -> Tree:
@@ -93,10 +96,10 @@ def bisection_tree(bisection: Bisection) -> Tree:
 
 
 def bisect(
-    a: str | Path,
-    b: str | Path,
+    left: str | Path,
+    right: str | Path,
     tolerance: float = 1e-5,
-    on_stage: Callable[[str], object] = lambda _: None,
+    on_progress: Callable[..., object] = lambda **_: None,
 ) -> Bisection:
     """Compare two checkpoints of any formats, or two runs.
 
@@ -108,155 +111,149 @@ def bisect(
     Raises:
         JllamaError: one of them cannot be opened.
     """
-    on_stage("opening")
+    on_progress(description="opening")
+    paths = (Path(left), Path(right))
     compared = []
-    if run.recognizes(Path(a)) and run.recognizes(Path(b)):
-        compared += _compare_runs(Path(a), Path(b))
-    one, other = (open_checkpoint(path) for path in (a, b))
-    compared += _compare_values("configuration", vars(one.config), vars(other.config))
-    names = [each.tokenizer and each.tokenizer.fingerprint()[:12] for each in (one, other)]
-    compared += _compare_values("tokenizer", {"file": names[0]}, {"file": names[1]})
-    have_same_shapes = _shapes(one.config) == _shapes(other.config)
-    weights = []
-    if have_same_shapes:
-        for spec in tensor_specs(one.config):
-            on_stage(f"comparing {spec.key}")
-            weights.append(Difference("weights", spec.key, _tensor_error(spec, one, other)))
-    compared += weights
-    is_same = not any(item.error for item in compared if item.part in ("configuration", "weights"))
-    if have_same_shapes and not is_same:
-        compared += _compare_activations(one, other, on_stage)
+    if all(run.recognizes(path) for path in paths):
+        compared += _compare("session", *map(_session, paths))
+        compared += _compare("training", *map(_history, paths))
+    first, second = both = [open_checkpoint(path) for path in (left, right)]
+    compared += _compare("configuration", vars(first.config), vars(second.config))
+    compared += _compare("tokenizer", *map(_tokenizer, both))
+    specs = tensor_specs(first.config)
+    shapes = [[(spec.key, spec.shape) for spec in tensor_specs(one.config)] for one in both]
+    if shapes[0] != shapes[1]:
+        return Bisection(compared, tolerance)
+    for spec in specs:
+        on_progress(description=f"comparing {spec.key}")
+        compared.append(Difference("weights", spec.key, _tensor_error(spec, first, second)))
+    if any(one.error for one in compared if one.part in ("configuration", "weights")):
+        compared += _compare_activations(first, second, on_progress)
     return Bisection(compared, tolerance)
 
 
-def _shapes(config: LlamaConfig) -> dict[str, Any]:
-    return {spec.key: spec.shape for spec in tensor_specs(config)}
+def _compare(part: str, left: Json, right: Json) -> Iterator[Difference]:
+    """Yield each value that both have: numbers with a relative difference, others with 0 or 1."""
+    for name in left:
+        if name not in right:
+            continue
+        values = (left[name], right[name])
+        error = float(values[0] != values[1])
+        if error and all(type(value) is float for value in values):
+            error = abs(values[0] - values[1]) / (abs(values[0]) or 1.0)
+        text = " and ".join(f"{value!s:.60}" for value in values) if error else ""
+        yield Difference(part, name, error, text)
 
 
-def _compare_values(part: str, before: Json, after: Json) -> Iterator[Difference]:
-    """Yield each value that either has, with an error of 1 if they differ."""
-    for name in {**before, **after}:
-        values = [each.get(name) for each in (before, after)]
-        if values[0] == values[1]:
-            yield Difference(part, name, 0.0)
-        else:
-            yield Difference(part, name, 1.0, " and ".join(map(shown, values)))
+def _session(folder: Path) -> Json:
+    """Return the options of a run, and what its last session ran on."""
+    receipt = read_receipt(folder)
+    last = next(reversed(receipt["sessions"].values()), {})
+    fields = flatten_dict({"data": receipt["data"]} | receipt["config"] | last, sep=".")
+    return {name: value for name, value in fields.items() if name != "run_dir"}
 
 
-def _compare_runs(a: Path, b: Path) -> Iterator[Difference]:
-    """Yield the differences of what two runs wrote: sessions, steps, and weights when saved."""
-    receipts = [read_receipt(folder) for folder in (a, b)]
-    sessions = []
-    for receipt in receipts:
-        last = next(reversed(receipt["sessions"].values()), {})
-        session = {"data": receipt["data"]} | receipt["config"] | last
-        sessions.append({**flatten_dict(session, sep="."), "run_dir": ""})
-    yield from _compare_values("session", *sessions)
-    lines = [
-        {line["step"]: line for line in read_lines(folder / run.METRICS, "tokens_per_s")}
-        for folder in (a, b)
-    ]
-    saved = [receipt["weights"] for receipt in receipts]
-    steps = {step for each in lines for step in each} | {int(step) for step in saved[0]}
-    for step in sorted(steps):
-        for figure in ("loss", "grad_norm"):
-            values = [each[step][figure] for each in lines if step in each]
-            if len(values) == 2:
-                error = abs(values[0] - values[1]) / (abs(values[0]) or 1.0)
-                yield Difference("training", f"step {step}/{figure}", error)
-        weights = [each.get(str(step), {}) for each in saved]
-        for path in weights[0]:
-            if path in weights[1]:
-                error = float(weights[0][path] != weights[1][path])
-                yield Difference("training", f"step {step}/{path}", error, "other bits")
+def _history(folder: Path) -> Json:
+    """Return the figures that a run logged, and its weights' fingerprints, in order of steps."""
+    figures = {
+        (line["step"], name): line[name]
+        for line in read_lines(folder / run.METRICS, "tokens_per_s")
+        for name in ("loss", "grad_norm")
+    }
+    for step, fingerprints in read_receipt(folder)["weights"].items():
+        figures |= {(int(step), path): value for path, value in fingerprints.items()}
+    steps = sorted(figures, key=operator.itemgetter(0))  # those of one step stay in order
+    return {f"step {step}/{name}": figures[step, name] for step, name in steps}
 
 
-def _tensor_error(spec: TensorSpec, one: Checkpoint, other: Checkpoint) -> float:
+def _tokenizer(checkpoint: Checkpoint) -> Json:
+    tokenizer = checkpoint.tokenizer
+    return {"vocabulary": tokenizer.pieces} if tokenizer else {}
+
+
+def _tensor_error(spec: TensorSpec, first: Checkpoint, second: Checkpoint) -> float:
     """Compute the largest difference of a tensor over its largest value, some rows at a time."""
     difference = largest = 0.0
     for start in range(0, spec.shape[0], _ROWS):
         rows = slice(start, min(start + _ROWS, spec.shape[0]))
-        left, right = (each.tensors[spec.key][rows].astype(np.float64) for each in (one, other))
+        left, right = (
+            checkpoint.tensors[spec.key][rows].astype(np.float64) for checkpoint in (first, second)
+        )
         difference = max(difference, float(np.max(np.abs(left - right))))
         largest = max(largest, float(np.max(np.abs(left))))
     return difference / (largest or 1.0)
+
+
+def _compare_activations(
+    first: Checkpoint, second: Checkpoint, on_progress: Callable[..., object]
+) -> Iterator[Difference]:
+    """Yield how much each operation differs on the same input, and then the logits."""
+    both = (first, second)
+    ids = np.arange(_MAX_TOKENS) % first.config.vocab_size
+    if first.tokenizer is not None:
+        ids = np.array(prompt_ids(first.tokenizer, PROSE)[:_MAX_TOKENS])
+    streams = [
+        one.config.embedding_multiplier * _read(one, "embed")[ids].astype(np.float64)
+        for one in both
+    ]
+    yield Difference("activations", "embedding", relative_error(*reversed(streams)))
+    stream = streams[0]
+    for layer in range(first.config.num_layers):
+        on_progress(description=f"layer {layer + 1} of {first.config.num_layers}")
+        weights = [_layer_weights(one, layer) for one in both]
+        for operation, silent in (("attention", "w_down"), ("feed_forward", "wo")):
+            left, right = (
+                _run_half(stream, own, one.config, layer, silent)
+                for own, one in zip(weights, both, strict=True)
+            )
+            error = update_error(right - stream, left - stream, stream)
+            yield Difference("activations", f"layers/{layer}/{operation}", error)
+            stream = left
+    left, right = (_logits(one, stream) for one in both)
+    yield Difference("activations", "logits", relative_error(right, left))
+
+
+def _read(checkpoint: Checkpoint, key: str) -> np.ndarray:
+    tensor = checkpoint.tensors[key]
+    return tensor[0 : tensor.shape[0]]
 
 
 def _layer_weights(checkpoint: Checkpoint, layer: int) -> dict[str, np.ndarray]:
     """Read a layer in float64."""
     weights = {}
     for spec in tensor_specs(checkpoint.config):
-        if spec.layer != layer or spec.parameter.axes[0] != "layers":
-            continue
-        shape = shape_of(spec.parameter, checkpoint.config)[1:]
-        array = np.empty(shape, np.float64)
-        tensor = checkpoint.tensors[spec.key]
-        as_matrix(spec.parameter, array)[...] = tensor[0 : tensor.shape[0]]
-        weights[spec.path.removeprefix("layers/")] = array
+        if spec.key.startswith(f"layers/{layer}/"):
+            array = np.empty(shape_of(spec.parameter, checkpoint.config)[1:], np.float64)
+            as_matrix(spec.parameter, array)[...] = _read(checkpoint, spec.key)
+            weights[spec.path.removeprefix("layers/")] = array
     return weights
 
 
-def _compare_activations(
-    one: Checkpoint, other: Checkpoint, on_stage: Callable[[str], object]
-) -> Iterator[Difference]:
-    """Yield how much each operation differs on the same input, and then the logits."""
-    ids = np.arange(_MAX_TOKENS) % one.config.vocab_size
-    if one.tokenizer is not None:
-        ids = np.array(prompt_ids(one.tokenizer, PROSE)[:_MAX_TOKENS])
-    both = (one, other)
-    streams = [
-        each.config.embedding_multiplier * _rows(each, "embed", ids).astype(np.float64)
-        for each in both
-    ]
-    yield Difference("activations", "embedding", _error(*streams))
-    stream = streams[0]
-    for layer in range(one.config.num_layers):
-        on_stage(f"layer {layer + 1} of {one.config.num_layers}")
-        weights = [_layer_weights(each, layer) for each in both]
-        for operation in ("attention", "feed_forward"):
-            left, right = (
-                _operation(operation, stream, own, each.config, layer)
-                for own, each in zip(weights, both, strict=True)
-            )
-            error = update_error(right - stream, left - stream, stream)
-            yield Difference("activations", f"layers/{layer}/{operation}", error)
-            stream = left
-    heads = [_logits(each, stream) for each in both]
-    yield Difference("activations", "logits", _error(*heads))
-
-
-def _operation(
-    name: str,
+def _run_half(
     stream: Float[np.ndarray, "seq embed"],
     weights: dict[str, np.ndarray],
     config: LlamaConfig,
     layer: int,
+    silent: str,
 ) -> Float[np.ndarray, "seq embed"]:
-    """Run one of the two halves of a block: the other adds nothing with an output of zeros."""
-    silent = "w_down" if name == "attention" else "wo"
-    weights = weights | {silent: np.zeros_like(weights[silent])}
+    """Run half of a block; the other adds nothing, as its output matrix ``silent`` is zeros."""
     seq = len(stream)
-    frequencies = oracle.rope_frequencies(config, seq)
-    mask = np.tri(seq, dtype=bool)
-    return oracle.block(stream, weights, config, mask, np.arange(seq), frequencies, layer)
-
-
-def _rows(checkpoint: Checkpoint, key: str, ids: np.ndarray) -> np.ndarray:
-    tensor = checkpoint.tensors[key]
-    return np.concatenate([tensor[int(id) : int(id) + 1] for id in ids])
+    return oracle.block(
+        stream,
+        weights | {silent: np.zeros_like(weights[silent])},
+        config,
+        np.tri(seq, dtype=bool),
+        np.arange(seq),
+        oracle.rope_frequencies(config, seq),
+        layer,
+    )
 
 
 def _logits(
     checkpoint: Checkpoint, stream: Float[np.ndarray, "seq embed"]
 ) -> Float[np.ndarray, "seq vocab"]:
     config = checkpoint.config
-    norm = checkpoint.tensors["final_norm"]
-    scale = norm[0 : norm.shape[0]].astype(np.float64)
-    hidden = oracle.rms_norm(stream, scale, config.norm_eps) / config.logits_scaling
-    head = checkpoint.tensors["embed" if config.tie_embeddings else "lm_head"]
-    parts = [hidden @ block.astype(np.float64).T for block in blocks(head, np.float32)]
-    return np.concatenate(parts, axis=1)
-
-
-def _error(actual: np.ndarray, expected: np.ndarray) -> float:
-    return float(np.max(np.abs(actual - expected)) / (np.max(np.abs(expected)) or 1.0))
+    norm = _read(checkpoint, "final_norm").astype(np.float64)
+    hidden = oracle.rms_norm(stream, norm, config.norm_eps) / config.logits_scaling
+    head = "embed" if config.tie_embeddings else "lm_head"
+    return hidden @ _read(checkpoint, head).astype(np.float64).T

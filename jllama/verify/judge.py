@@ -1,31 +1,20 @@
-"""Another program's Llama held against the oracle, and its mistake by name."""
+"""What another program predicts, compared with the oracle; its mistake is named."""
 
 import dataclasses
 import operator
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Int
 
-from jllama.checkpoints.registry import load
-from jllama.errors import JllamaError, no_tokenizer, unknown_name
 from jllama.language_model import LanguageModel
 from jllama.parameters import Params
 from jllama.tokenizers import Tokenizer
 from jllama.verify.mistakes import Mistake, known_mistakes
 from jllama.verify.precisions import PRECISIONS, WITHOUT_QUANTIZATION
-from jllama.verify.probes import (
-    Behavior,
-    behaviors,
-    decoded,
-    make_rows,
-    observe_function,
-)
+from jllama.verify.probes import Behavior
 from jllama.verify.rows import Observed, differences, predict, split_places
-from jllama.verify.server import Server, connect, find_method, observe
 
 SLACK = 4.0
 """How many times the error of the rounded oracle is allowed: programs add in other orders."""
@@ -34,18 +23,19 @@ FLOOR = 2e-4
 EXPLAINS = 0.5
 """A mistake explains a difference if it leaves less than this part of it."""
 EQUAL = 1.5
-"""Mistakes that leave no more than this many times what the best leaves are equals."""
-_TOP = 20  # log-probabilities of each token of a function that gives all
+"""Mistakes that leave no more than this many times what the best one leaves are its equals."""
 _CLIP = 10.0  # nats
-_EDGES = (0, 16, 128, 512, 2048, 8192, 32_768, 1 << 31)
-_EXACT = ("float32", "float16-cache")  # so fine that no mistake hides in what they allow
+_STARTS = (0, 16, 128, 512, 1500, 6000, 24_000, 75_000)  # of ranges of positions
 _LONG = 512  # tokens
+_EXACT = ("float32", "float16-cache")  # so fine that no mistake hides in what they allow
 _SHOWN = 8  # mistakes in a report
 
 Group = tuple[str, int]
 """The kind of a prompt, and the first position of a range."""
 Errors = dict[Group, float]
-OnStage = Callable[[str], object]
+"""Root mean squares of differences of log-probabilities, in nats."""
+OnProgress = Callable[..., object]
+"""Receives ``description``, a text, or ``completed`` and ``total``, numbers of requests."""
 
 
 class Explained(NamedTuple):
@@ -57,25 +47,44 @@ class Explained(NamedTuple):
     precision: str  # with which it is no mistake
 
 
+class Evidence(NamedTuple):
+    """What a peer answered to all prompts.
+
+    Attributes:
+        peer: the program.
+        method: how it was asked.
+        observed: the answers.
+        behaviors: what changes them.
+        remarks: a sentence for each other fact.
+        is_split: whether it read each prompt only up to the place that it was asked for.
+    """
+
+    peer: str
+    method: str
+    observed: list[Observed]
+    behaviors: Sequence[Behavior] = ()
+    remarks: Sequence[str] = ()
+    is_split: bool = False
+
+
 @dataclasses.dataclass(frozen=True)
 class Judgment:
-    """What was found of a peer, as plain data; true if it computes the checkpoint.
+    """What is known of a peer, as plain data; true if it computes the checkpoint.
 
     Errors are root mean squares of differences of log-probabilities, in nats.
 
     Attributes:
-        peer: what was judged.
+        peer: the program.
         method: how it was asked.
         verdict: one sentence.
         passed: whether it computes the checkpoint.
-        precision: the finest way of rounding that allows the differences, or which was declared.
+        precision: how it rounds, a name of ``PRECISIONS``.
         error: of all log-probabilities.
         kl: the mean Kullback-Leibler divergence of its predictions from the oracle's; None if it
             gives no probabilities.
-        groups: for each kind of prompt and range of positions the first position, error and what
-            is allowed.
-        classes: the error by class of the predicted token.
-        mistakes: the nearest known mistakes, with what each leaves.
+        groups: kind of prompt, first position, error, and what is allowed.
+        classes: the error by the class of the likeliest token.
+        mistakes: the nearest known mistakes.
         behaviors: what changes its answers.
         remarks: a sentence for each other fact.
     """
@@ -90,8 +99,8 @@ class Judgment:
     groups: list[tuple[str, int, float, float]]
     classes: dict[str, float]
     mistakes: list[Explained]
-    behaviors: list[Behavior]
-    remarks: list[str]
+    behaviors: Sequence[Behavior]
+    remarks: Sequence[str]
 
     def __bool__(self) -> bool:
         return self.passed
@@ -102,160 +111,46 @@ class Judgment:
     def as_json(self) -> dict[str, Any]:
         """Return all fields but ``passed`` as JSON has them."""
         fields = {name: value for name, value in vars(self).items() if name != "passed"}
-        tables = {"mistakes": self.mistakes, "behaviors": self.behaviors}
-        return fields | {name: [one._asdict() for one in rows] for name, rows in tables.items()}
-
-
-class Evidence(NamedTuple):
-    """What a peer answered to all prompts.
-
-    ``is_split`` says whether it read each prompt only up to the place that it was asked for.
-    """
-
-    peer: str
-    method: str
-    observed: list[Observed]
-    behaviors: list[Behavior]
-    remarks: list[str]
-    is_split: bool = False
-
-
-def check_model(
-    function: Callable[[np.ndarray], Any],
-    checkpoint: str | Path,
-    precision: str = "auto",
-    *,
-    max_tokens: int = 2048,
-) -> Judgment:
-    """Compare a function of yours, ``tokens -> logits``, with the float64 oracle of a checkpoint.
-
-    Args:
-        function: takes the tokens of a prompt, ``[seq]``, and returns logits ``[seq, vocab]`` or
-            ``[1, seq, vocab]``, of NumPy, JAX, PyTorch or MLX.
-        checkpoint: as in ``jllama.load``.
-        precision: how the function rounds, a name of ``jllama verify --precision``.
-        max_tokens: the longest prompt.
-
-    Raises:
-        JllamaError: the checkpoint cannot be opened, or the function returns no logits.
-        UsageError: there is no such precision.
-
-    Examples:
-        >>> model = jllama.load("smollm2/", layout="training")
-        >>> llama = jllama.build_model(model.config, model.params)
-        >>> jllama.check_model(lambda tokens: llama(tokens[None]), "smollm2/")
-        PASS: the function computes this checkpoint, as float32 does (largest error 0.0 nats)
-    """
-    return judge_function(function, "the function", checkpoint, precision, max_tokens=max_tokens)
-
-
-def judge_function(
-    function: Callable[[np.ndarray], Any],
-    name: str,
-    checkpoint: str | Path,
-    precision: str,
-    *,
-    max_tokens: int,
-    on_stage: OnStage = lambda _: None,
-) -> Judgment:
-    """Compare a function as ``check_model`` does; ``name`` says in messages what it is."""
-    check_precision(precision)
-    on_stage("opening")
-    model = load(checkpoint, layout="training", dtype="float32")
-    rows = make_rows(model, max_tokens)
-    rows = [row for row in rows if not (row.is_text or row.messages)]
-    on_stage(f"asking {name}")
-    observed = [*observe_function(function, rows, _TOP)]
-    return judge(Evidence(name, "all logits", observed, [], []), model, precision, on_stage)
-
-
-def check_server(
-    url: str,
-    checkpoint: str | Path,
-    precision: str = "auto",
-    *,
-    max_tokens: int = 2048,
-    served_name: str = "",
-    api_key: str = "",
-    parallel: int = 4,
-    timeout_s: float = 120.0,
-    on_stage: OnStage = lambda _: None,
-    on_done: Callable[[int], object] = lambda _: None,
-) -> Judgment:
-    """Compare a server with OpenAI's API with the oracle of the checkpoint that it serves.
-
-    Raises:
-        JllamaError: the server cannot be asked, or the checkpoint cannot be opened.
-    """
-    check_precision(precision)
-    on_stage("opening")
-    model = load(checkpoint, layout="training", dtype="float32")
-    if model.tokenizer is None:
-        raise no_tokenizer(checkpoint)
-    address = url.rstrip("/").removesuffix("/v1")
-    server = connect(Server(address, model.tokenizer, served_name, api_key, timeout_s, parallel))
-    rows = make_rows(model, max_tokens)
-    asking = find_method(server, rows[0].ids[:16])
-    on_stage(f"asking {server.model} by {asking.method.about}")
-    observed = observe(server, asking, rows, on_done)
-    kinds = {one.row.kind for one in observed}
-    if "text" not in kinds:
-        raise JllamaError(f"{server.url} answers no prompt of {len(rows[0].ids)} tokens")
-    remarks = list(dict.fromkeys(asking.remarks))
-    missing = dict.fromkeys(row.kind for row in rows if row.kind not in kinds)
-    if missing:
-        remarks.append(f"not observed: {', '.join(missing)}")
-    observed += decoded(server, asking, rows)
-    on_stage("asking again")
-    changes = [*behaviors(server, asking, rows, observed)]
-    sent = "token ids" if asking.takes_ids else "text"
-    method = f"{asking.method.about} on {asking.method.path}, prompts as {sent}"
-    evidence = Evidence(server.url, method, observed, changes, remarks, not asking.method.is_whole)
-    return judge(evidence, model, precision, on_stage)
-
-
-def check_precision(precision: str) -> None:
-    """Raise ``UsageError`` unless there is a precision of this name."""
-    if precision not in ("auto", *PRECISIONS):
-        raise unknown_name("precision", precision, ["auto", *PRECISIONS])
+        fields["mistakes"] = [mistake._asdict() for mistake in self.mistakes]
+        fields["behaviors"] = [behavior._asdict() for behavior in self.behaviors]
+        return fields
 
 
 def judge(
     evidence: Evidence,
     model: LanguageModel,
     precision: str = "auto",
-    on_stage: OnStage = lambda _: None,
+    on_progress: OnProgress = lambda **_: None,
 ) -> Judgment:
-    """Compare what a peer answered with the oracle, and name the mistake if it is wrong.
+    """Compare what a peer answered with the oracle, and name its mistake if it is wrong.
 
     Args:
         evidence: what it answered.
         model: the checkpoint in float32, in the training layout.
-        precision: a name of ``PRECISIONS``, or ``auto``: the finest that leaves the weights as
-            they are and allows the differences.
-        on_stage: called with the name of each stage.
+        precision: a name of ``PRECISIONS``, or ``auto`` for one that leaves the weights as they
+            are.
+        on_progress: called with the name of each stage.
     """
-    config = model.config
     params = jax.tree.map(np.asarray, model.params)
     observed = evidence.observed
     rows = [one.row for one in observed]
 
     # 1) The oracle.
-    on_stage("computing the oracle")
-    exact = predict(config, params, rows, observed, with_oracle=True)
-    found = differences(observed, exact)
-    errors = group_errors(observed, found)
+    on_progress(description="computing the oracle")
+    exact = predict(model.config, params, rows, observed, with_oracle=True)
+    gaps = differences(observed, exact)
+    errors = group_errors(observed, gaps)
 
     # 2) What rounding allows: by the precision that fits best, of those that allow the most.
-    names = WITHOUT_QUANTIZATION if precision == "auto" else (precision,)
     fits: list[tuple[int, float, str, Errors]] = []
+    names = WITHOUT_QUANTIZATION if precision == "auto" else (precision,)
     for name in names:
-        on_stage(f"rounding as {name}")
+        on_progress(description=f"rounding as {name}")
         rounding = PRECISIONS[name]
-        rounded_params = rounding.round_params(config, params)
-        rounded = predict(config, rounded_params, rows, observed, rounding.model)
-        gaps = [one - other for one, other in zip(rounded, exact, strict=True)]
-        rounding_errors = group_errors(observed, gaps)
+        rounded_params = rounding.round_params(model.config, params)
+        rounded = predict(model.config, rounded_params, rows, observed, rounding.model)
+        pairs = zip(rounded, exact, strict=True)
+        rounding_errors = group_errors(observed, [left - right for left, right in pairs])
         allowed = _allowed(rounding_errors)
         num_over = sum(errors[group] > allowed[group] for group in errors)
         sizes = np.array([[errors[group], rounding_errors[group]] for group in errors]) + FLOOR
@@ -269,24 +164,34 @@ def judge(
     mistakes: list[Explained] = []
     if num_over or name not in _EXACT:
         for mistake in known_mistakes(model, max(len(row.ids) for row in rows)):
-            on_stage(f"trying {mistake.about}")
-            tried = _try(mistake, model, params, evidence, errors, allowed)
-            if tried:
-                mistakes.append(tried)
+            on_progress(description=f"trying {mistake.about}")
+            explained = _try(mistake, model, params, evidence, errors, allowed)
+            if explained:
+                mistakes.append(explained)
         mistakes.sort(key=operator.attrgetter("score"))
-    score = _score(errors, allowed)
-    named = [one for one in mistakes if one.score < EXPLAINS * score]
+    named = [one for one in mistakes if one.score < EXPLAINS * _score(errors, allowed)]
     named = [one for one in named if one.score <= EQUAL * named[0].score]
+
+    # 4) The verdict.
+    passed = not num_over and all(one.precision == name for one in named[:1])
+    size = f"{_rms(gaps):.1e} nats"
+    if passed:
+        about = PRECISIONS[name].about
+        verdict = f"PASS: {evidence.peer} computes this checkpoint as {about} does ({size})"
+    else:
+        over = [group for group in errors if errors[group] > allowed[group]]
+        verdict = f"FAIL: {evidence.peer} differs by {size}{_places(over)}"
+        verdict += _explanation(named, len(mistakes))
     return Judgment(
         peer=evidence.peer,
         method=evidence.method,
-        verdict=_verdict(evidence, name, num_over, named, len(mistakes), found, errors, allowed),
-        passed=not num_over and all(one.precision == name for one in named[:1]),
+        verdict=verdict,
+        passed=passed,
         precision=name,
-        error=_rms(found),
+        error=_rms(gaps),
         kl=_mean_kl(observed, exact),
         groups=[(*group, error, allowed[group]) for group, error in errors.items()],
-        classes=_class_errors(observed, found, model.tokenizer),
+        classes=_class_errors(observed, gaps, model.tokenizer),
         mistakes=mistakes[:_SHOWN],
         behaviors=evidence.behaviors,
         remarks=evidence.remarks,
@@ -306,41 +211,35 @@ def _try(
     Long prompts, which take longest, are left out if short ones rule it out.
     """
     config, wrong_params = mistake.misread(model.config, params)
-    is_split = mistake.sees_ahead and evidence.is_split
     changes_nothing = mistake.change is not None
-    seen: list[Observed] = []
-    left: list[np.ndarray] = []
+    observed: list[Observed] = []
+    gaps: list[np.ndarray] = []
     for is_long in (False, True):
         part = [one for one in evidence.observed if (len(one.row.ids) > _LONG) == is_long]
-        part = split_places(part) if is_split else part
+        if mistake.sees_ahead and evidence.is_split:
+            part = split_places(part)
         rows = [one.row for one in part]
         if mistake.change:
             rows = [mistake.change(row) for row in rows]
             changes_nothing = changes_nothing and rows == [one.row for one in part]
-        seen += part
-        left += differences(part, predict(config, wrong_params, rows, part, mistake.model))
-        found = group_errors(seen, left)
-        before = {group: errors[group] for group in found}
-        if _score(found, allowed) > EQUAL * max(_score(before, allowed), 1.0):
+        observed += part
+        gaps += differences(part, predict(config, wrong_params, rows, part, mistake.model))
+        left = group_errors(observed, gaps)
+        before = {group: errors[group] for group in left}
+        if _score(left, allowed) > EQUAL * max(_score(before, allowed), 1.0):
             break
     if changes_nothing:
         return None
-    return Explained(mistake.about, _rms(left), _score(found, allowed), mistake.precision)
-
-
-def _groups(one: Observed) -> Int[np.ndarray, "places"]:
-    """Return the first position of the range of each place."""
-    edges = np.array(_EDGES)
-    return edges[np.searchsorted(edges, one.row.places, side="right") - 1]
+    return Explained(mistake.about, _rms(gaps), _score(left, allowed), mistake.precision)
 
 
 def group_errors(observed: Sequence[Observed], gaps: Sequence[np.ndarray]) -> Errors:
-    """Compute the root mean square of differences by kind of prompt and range of positions."""
+    """Compute the error by kind of prompt and range of positions."""
     values: dict[Group, list[np.ndarray]] = {}
     for one, gap in zip(observed, gaps, strict=True):
-        starts = _groups(one)
-        for start in np.unique(starts):
-            values.setdefault((one.row.kind, int(start)), []).append(gap[starts == start].ravel())
+        for place, row in zip(one.row.places, gap, strict=True):
+            start = max(start for start in _STARTS if start <= place)
+            values.setdefault((one.row.kind, start), []).append(row)
     return {group: _rms(parts) for group, parts in values.items()}
 
 
@@ -355,7 +254,7 @@ def _allowed(rounding: Errors) -> Errors:
 
     A group with few tokens may be lucky, so that it is allowed what all are on average.
     """
-    mean = float(np.sqrt(np.mean([error**2 for error in rounding.values()])))
+    mean = float(np.sqrt(np.mean(np.square([*rounding.values()]))))
     return {group: SLACK * max(error, mean) + FLOOR for group, error in rounding.items()}
 
 
@@ -364,51 +263,25 @@ def _score(errors: Errors, allowed: Errors) -> float:
     return float(np.sqrt(np.mean([(errors[group] / allowed[group]) ** 2 for group in errors])))
 
 
-def _verdict(
-    evidence: Evidence,
-    precision: str,
-    num_over: int,
-    named: Sequence[Explained],
-    num_mistakes: int,
-    found: Sequence[np.ndarray],
-    errors: Errors,
-    allowed: Errors,
-) -> str:
-    """Say in one sentence whether the peer computes the checkpoint, and what its mistake is."""
-    about = PRECISIONS[precision].about
-    size = f"{_rms(found):.1e} nats"
-    if not num_over and all(one.precision == precision for one in named[:1]):
-        return f"PASS: {evidence.peer} computes this checkpoint as {about} does ({size})"
-    others = "; no less by " + ", or ".join(one.about for one in named[1:]) if named[1:] else ""
-    where = _where(evidence.observed, found, errors, allowed)
-    if not named:
-        return (
-            f"FAIL: {evidence.peer} differs by {size}{where}, and none of {num_mistakes} known "
-            "mistakes explains it"
-        )
-    return (
-        f"FAIL: {evidence.peer} differs by {size}{where}; with {named[0].about} our logits agree "
-        f"with it to {named[0].error:.0e}{others}"
-    )
-
-
-def _where(
-    observed: Sequence[Observed], found: Sequence[np.ndarray], errors: Errors, allowed: Errors
-) -> str:
-    """Say in which prompts, and from which position on, differences are over what is allowed."""
-    over = [group for group in errors if errors[group] > allowed[group]]
-    if not over:
-        return ", within what rounding allows"
+def _places(over: Sequence[Group]) -> str:
+    """Name the prompts, and their first positions, in which more differs than is allowed."""
     first: dict[str, int] = {}
-    for one, gap in zip(observed, found, strict=True):
-        kind = one.row.kind
-        starts = _groups(one)
-        for place, start, values in zip(one.row.places, starts, gap, strict=True):
-            group = (kind, int(start))
-            is_large = np.nanmax(np.abs(values)) > allowed[group] and group in over
-            if is_large and place < first.get(kind, 1 << 31):
-                first[kind] = place
+    for kind, start in over:
+        first[kind] = min(start, first.get(kind, start))
+    if not first:
+        return ", within what rounding allows"
     return " in " + ", ".join(f"{kind} (from position {at:,})" for kind, at in first.items())
+
+
+def _explanation(named: Sequence[Explained], num_mistakes: int) -> str:
+    """Name the mistake, and its equals."""
+    if not named:
+        return f", and none of {num_mistakes} known mistakes explains it"
+    first, *equals = named
+    text = f"; with {first.about} our logits agree with it to {first.error:.0e}"
+    if equals:
+        text += "; as well by " + ", or ".join(one.about for one in equals)
+    return text
 
 
 def _mean_kl(observed: Sequence[Observed], exact: Sequence[np.ndarray]) -> float | None:
@@ -428,26 +301,23 @@ def _mean_kl(observed: Sequence[Observed], exact: Sequence[np.ndarray]) -> float
 
 
 def _class_errors(
-    observed: Sequence[Observed], found: Sequence[np.ndarray], tokenizer: Tokenizer | None
+    observed: Sequence[Observed], gaps: Sequence[np.ndarray], tokenizer: Tokenizer | None
 ) -> dict[str, float]:
     """Compute the error by the class of the likeliest token in each place."""
-    by_class: dict[str, list[np.ndarray]] = {}
     if tokenizer is None:
         return {}
-    special = set(tokenizer.special_tokens.values())
-    for one, gap in zip(observed, found, strict=True):
+    by_class: dict[str, list[np.ndarray]] = {}
+    for one, gap in zip(observed, gaps, strict=True):
         for ids, values in zip(one.ids, gap, strict=True):
-            name = "special"
-            if ids[0] not in special:
-                name = _class_of(tokenizer.pieces[ids[0]].decode(errors="replace"))
+            name = "other"
+            text = ""
+            if ids[0] < tokenizer.vocab_size:  # the embedding may have more rows
+                text = tokenizer.pieces[ids[0]].decode(errors="replace")
+            if ids[0] in tokenizer.special_tokens.values():
+                name = "special"
+            elif text.strip().isdecimal():
+                name = "digits"
+            elif text.strip().isalpha():
+                name = "word" if text[0].isspace() else "part of a word"
             by_class.setdefault(name, []).append(values)
     return {name: _rms(parts) for name, parts in sorted(by_class.items())}
-
-
-def _class_of(text: str) -> str:
-    stripped = text.strip()
-    if stripped.isdecimal():
-        return "digits"
-    if stripped.isalpha():
-        return "word" if text[0].isspace() else "part of a word"
-    return "other"

@@ -1,4 +1,4 @@
-"""Other programs that run a checkpoint in this process."""
+"""Other programs that run a checkpoint: functions, libraries in this process, and servers."""
 
 import importlib
 from collections.abc import Callable
@@ -7,14 +7,27 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jllama.errors import JllamaError, UsageError
-from jllama.verify.judge import Judgment, OnStage, judge_function
+from jllama.checkpoints.registry import load
+from jllama.errors import JllamaError, UsageError, no_tokenizer, unknown_name
+from jllama.language_model import LanguageModel
+from jllama.verify.judge import Evidence, Judgment, OnProgress, judge
+from jllama.verify.precisions import PRECISIONS
+from jllama.verify.probes import (
+    make_rows,
+    observe_behaviors,
+    observe_decoding,
+    observe_function,
+)
+from jllama.verify.server import Server, connect, observe
 
 Function = Callable[[np.ndarray], Any]
+"""Takes the tokens of a prompt, ``[seq]``, and returns logits ``[seq, vocab]``."""
+
+_NUM_LIKELY = 20  # log-probabilities in each place, of a function that gives all
 
 
-class Peer(NamedTuple):
-    """A program: its package, what it opens, and how it is opened as a function."""
+class Library(NamedTuple):
+    """A program in this process: its package, what it opens, and how it is opened."""
 
     package: str
     opens: str
@@ -47,42 +60,135 @@ def _open_llama_cpp(checkpoint: str, max_tokens: int) -> Function:
     return logits
 
 
-PEERS = {
-    "transformers": Peer(
+LIBRARIES = {
+    "transformers": Library(
         "transformers",
         "a folder in Hugging Face's format",
-        lambda path: (path / "config.json").is_file() or not path.exists(),
+        lambda path: (path / "config.json").is_file(),
         _open_transformers,
     ),
-    "llama.cpp": Peer(
+    "llama.cpp": Library(
         "llama-cpp-python", "a GGUF file", lambda path: path.suffix == ".gguf", _open_llama_cpp
     ),
 }
 """By the name that ``--against`` takes."""
 
 
-def check_peer(
-    name: str, checkpoint: str, precision: str, *, max_tokens: int, on_stage: OnStage
+def check_model(
+    function: Function, checkpoint: str | Path, precision: str = "auto", max_tokens: int = 2048
 ) -> Judgment:
-    """Compare a program of ``PEERS`` with the oracle of a checkpoint.
+    """Compare a function of yours, of tokens to logits, with the float64 oracle of a checkpoint.
+
+    Args:
+        function: takes the tokens of a prompt, ``[seq]``, and returns logits ``[seq, vocab]`` or
+            ``[1, seq, vocab]``, of NumPy, JAX, PyTorch or MLX.
+        checkpoint: as in ``jllama.load``.
+        precision: how the function rounds, a name of ``jllama verify --precision``.
+        max_tokens: the longest prompt.
+
+    Raises:
+        JllamaError: the checkpoint cannot be opened, or the function returns no logits.
+        UsageError: there is no such precision.
+
+    Examples:
+        >>> model = jllama.load("smollm2/", layout="training")
+        >>> llama = jllama.build_model(model.config, model.params)
+        >>> judgment = jllama.check_model(lambda tokens: llama(tokens[None]), "smollm2/")
+        >>> judgment.passed, judgment.precision
+        (True, 'float32')
+    """
+    model = _open_checkpoint(checkpoint, precision)
+    return _judge_function(function, "the function", model, precision, max_tokens)
+
+
+def check_library(
+    name: str, checkpoint: str, precision: str, max_tokens: int, on_progress: OnProgress
+) -> Judgment:
+    """Compare a program of ``LIBRARIES`` with the oracle of a checkpoint.
 
     Raises:
         UsageError: it does not open such a checkpoint.
         JllamaError: it is not installed, or cannot open this one.
     """
-    peer = PEERS[name]
-    if not peer.is_right(Path(checkpoint)):
-        raise UsageError(f"{name} opens {peer.opens}, which {checkpoint} is not: convert it first")
-    on_stage(f"opening with {name}")
+    library = LIBRARIES[name]
+    if not library.is_right(Path(checkpoint)):
+        raise UsageError(f"{name} opens {library.opens}, which {checkpoint} is not: convert it")
+    on_progress(description=f"opening with {name}")
+    model = _open_checkpoint(checkpoint, precision)
     try:
-        function = peer.open(checkpoint, max_tokens)
+        function = library.open(checkpoint, max_tokens)
     except ImportError as error:
         raise JllamaError(
-            f"{name} is not installed ({error}): pip install {peer.package}"
+            f"{name} is not installed ({error}): pip install {library.package}"
         ) from error
     except Exception as error:
         reason = " ".join(str(error).split())
         raise JllamaError(f"{name} does not open {checkpoint}: {reason}") from error
-    return judge_function(
-        function, name, checkpoint, precision, max_tokens=max_tokens, on_stage=on_stage
-    )
+    return _judge_function(function, name, model, precision, max_tokens, on_progress)
+
+
+def check_server(
+    url: str,
+    checkpoint: str | Path,
+    precision: str = "auto",
+    max_tokens: int = 2048,
+    on_progress: OnProgress = lambda **_: None,
+    **connection: Any,
+) -> Judgment:
+    """Compare a server with OpenAI's API with the oracle of the checkpoint that it serves.
+
+    ``connection`` has fields of ``Server``.
+
+    Raises:
+        JllamaError: the server cannot be asked, or the checkpoint cannot be opened.
+    """
+    # 1) The checkpoint and the server.
+    on_progress(description="opening")
+    model = _open_checkpoint(checkpoint, precision)
+    if model.tokenizer is None:
+        raise no_tokenizer(checkpoint)
+    rows = make_rows(model, max_tokens)
+    address = url.rstrip("/").removesuffix("/v1")
+    server = connect(Server(address, model.tokenizer, **connection), rows[0].ids[:16])
+    about = f"{server.method.about} on {server.method.path}"
+
+    # 2) Its log-probabilities.
+    on_progress(description=f"asking for {about}")
+    observed = observe(server, rows, on_progress)
+    kinds = [one.row.kind for one in observed]
+    if rows[0].kind not in kinds:
+        raise JllamaError(f"{server.url} answers no prompt of {len(rows[0].ids)} tokens")
+    missing = dict.fromkeys(row.kind for row in rows if row.kind not in kinds)
+    remarks = [*server.remarks]
+    if missing:
+        remarks.append(f"the server did not answer: {', '.join(missing)}")
+    before = observed[0]
+    observed += observe_decoding(server, rows[0])
+
+    # 3) Whether they depend on anything else.
+    on_progress(description="asking again")
+    behaviors = [*observe_behaviors(server, rows, before)]
+    method = f"{about}, prompts as {'token ids' if server.takes_ids else 'text'}"
+    is_split = not server.method.is_whole
+    evidence = Evidence(server.url, method, observed, behaviors, remarks, is_split)
+    return judge(evidence, model, precision, on_progress)
+
+
+def _open_checkpoint(checkpoint: str | Path, precision: str) -> LanguageModel:
+    if precision not in ("auto", *PRECISIONS):
+        raise unknown_name("precision", precision, ["auto", *PRECISIONS])
+    return load(checkpoint, layout="training", dtype="float32")
+
+
+def _judge_function(
+    function: Function,
+    name: str,
+    model: LanguageModel,
+    precision: str,
+    max_tokens: int,
+    on_progress: OnProgress = lambda **_: None,
+) -> Judgment:
+    on_progress(description=f"asking {name}")
+    rows = [row for row in make_rows(model, max_tokens) if not (row.is_text or row.messages)]
+    observed = [observe_function(function, row, _NUM_LIKELY) for row in rows]
+    return judge(Evidence(name, "all logits", observed), model, precision, on_progress)

@@ -92,7 +92,8 @@ def change_matrices(
         in_layers, _, name = path.rpartition("/")
         parent = changed["layers"] if in_layers else changed
         array = np.array(parent[name], np.float32)
-        for layer in array if in_layers else [array]:
+        layers = array if in_layers else array[None]
+        for layer in layers:
             matrix = as_matrix(row, layer)
             matrix[...] = change(np.ascontiguousarray(matrix))
         parent[name] = array
@@ -142,8 +143,10 @@ def _float16_attention(
     query: Array, key: Array, value: Array, mask: F.Mask, implementation: str
 ) -> Array:
     """Attend over keys and values that are stored in float16."""
-    arrays = (array.astype(jnp.float16).astype(jnp.float32) for array in (query, key, value))
-    return F.attention(*arrays, mask, implementation)
+    query, key, value = (
+        array.astype(jnp.float16).astype(jnp.float32) for array in (query, key, value)
+    )
+    return F.attention(query, key, value, mask, implementation)
 
 
 def _project_rounded(x: Array, matrix: Any) -> Array:

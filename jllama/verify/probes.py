@@ -1,19 +1,20 @@
 """Prompts that reach where mistakes hide, and whether a server's answers depend on its state."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from jllama import oracle
 from jllama.errors import JllamaError
 from jllama.generation.text import prompt_ids
 from jllama.language_model import LanguageModel
 from jllama.templates.messages import message_ids
 from jllama.verify.checkpoint import PROSE
-from jllama.verify.rows import Observed, Row
-from jllama.verify.server import Asking, RefusalError, Server, generate, observe, stream
+from jllama.verify.rows import TINY, Observed, Row
+from jllama.verify.server import Server, complete, generate, observe
+from jllama.web import RefusalError
 
 FAR = (2048, 8192, 32_768, 100_000)
 """Lengths of long prompts; they begin and end with the same text, so that attention reaches far."""
@@ -95,83 +96,83 @@ def _row(kind: str, ids: Sequence[int] | np.ndarray, first_place: int) -> Row:
     return Row(kind, tokens, tuple(range(first_place, len(tokens))), len(tokens))
 
 
-def observe_function(
-    function: Callable[[np.ndarray], object], rows: Sequence[Row], top: int
-) -> Iterator[Observed]:
-    """Yield the ``top`` log-probabilities in each place, from a function of tokens to logits."""
-    for row in rows:
-        logits = function(np.asarray(row.ids, np.int32))
-        if hasattr(logits, "detach"):
-            # NumPy takes no PyTorch tensor that has gradients, is on a GPU or in bfloat16.
-            logits = logits.detach().cpu().double()
-        logits = np.asarray(logits, np.float64)
-        if logits.ndim == 3 and len(logits) == 1:
-            logits = logits[0]
-        if logits.ndim != 2 or len(logits) != len(row.ids):
-            raise JllamaError(
-                f"the function returns {list(logits.shape)} for {len(row.ids)} tokens; "
-                "expected logits [tokens, vocab]"
-            )
-        logits = logits[list(row.places)]
-        largest = logits.max(axis=1, keepdims=True)
-        log_probs = logits - largest - np.log(np.exp(logits - largest).sum(axis=1, keepdims=True))
-        ids = np.argsort(-log_probs, axis=1)[:, :top]
-        yield Observed(row, ids, np.take_along_axis(log_probs, ids, axis=1))
+def observe_function(function: Callable[[np.ndarray], Any], row: Row, num_likely: int) -> Observed:
+    """Return the largest log-probabilities in each place, by a function of tokens to logits."""
+    logits = function(np.asarray(row.ids, np.int32))
+    if hasattr(logits, "detach"):
+        # NumPy takes no PyTorch tensor that has gradients, is on a GPU or in bfloat16.
+        logits = logits.detach().cpu().double()
+    logits = np.asarray(logits, np.float64)
+    if logits.ndim == 3:
+        logits = logits[0]
+    if logits.ndim != 2 or len(logits) != len(row.ids):
+        raise JllamaError(
+            f"the function returns {list(logits.shape)} for {len(row.ids)} tokens; "
+            "expected logits [tokens, vocab]"
+        )
+    probs = oracle.softmax(logits[list(row.places)])
+    ids = np.argsort(-probs, axis=1)[:, :num_likely]
+    return Observed(row, ids, np.log(np.take_along_axis(probs, ids, axis=1) + TINY))
 
 
-def decoded(server: Server, asking: Asking, rows: Sequence[Row]) -> list[Observed]:
-    """Let the server generate after the beginning of the text, one token at a time."""
-    text = rows[0].ids[: _NEW_TOKENS + 1]
-    row = Row("decode", text, (), len(text))
+def observe_decoding(server: Server, text: Row) -> list[Observed]:
+    """Let the server generate after the beginning of a text, one token at a time."""
+    ids = text.ids[: _NEW_TOKENS + 1]
     try:
-        _, observed = generate(server, asking, row, _NEW_TOKENS)
+        observed = generate(server, Row("decode", ids, (), len(ids)), _NEW_TOKENS)
     except RefusalError:
         return []
     return [observed] if observed else []
 
 
-def behaviors(
-    server: Server, asking: Asking, rows: Sequence[Row], before: Sequence[Observed]
-) -> Iterator[Behavior]:
-    """Yield what changes when a request is repeated, shares a prefix, has company, or streams."""
+def observe_behaviors(server: Server, rows: Sequence[Row], before: Observed) -> Iterator[Behavior]:
+    """Yield what changes when a request is repeated, shares a prefix, has company, or streams.
+
+    ``before`` is what was observed of the first row.
+    """
     text = rows[0]
-    first = next(one for one in before if one.row.ids == text.ids)
-    ask = functools.partial(observe, on_done=lambda _: None)
-    again = ask(server, asking, [text])
-    yield _changes("the same request again", first, again)
     half = len(text.ids) // 2
-    places = tuple(place for place in first.row.places if place < half)
+    places = tuple(place for place in before.row.places if place < half)
     prefix = text._replace(ids=text.ids[:half], places=places, num_prompt=half)
-    yield _changes("a prefix of an earlier prompt", first, ask(server, asking, [prefix]))
-    busy = dataclasses.replace(server, parallel=max(server.parallel, 4))
     others = [row for row in rows if row.kind in ("short", "plain text")]
-    together = ask(busy, asking, [text, *others])
-    company = [one for one in together if one.row.ids == text.ids]
-    yield _changes(f"beside {len(others)} other prompts", first, company)
+    requests = {
+        "the same request again": [text],
+        "a prefix of an earlier prompt": [prefix],
+        f"beside {len(others)} other prompts": [text, *others],
+    }
+    crowded = dataclasses.replace(server, parallel=max(server.parallel, 4))
+    for about, together in requests.items():
+        observed = observe(crowded, together)
+        if observed and observed[0].row.kind == text.kind:
+            yield _change(about, before, observed[0])
     try:
-        prompt = server.tokenizer.decode(text.ids[:half])
-        texts = [stream(server, prompt, _NEW_TOKENS, is_stream) for is_stream in (False, True)]
+        prompt = server.tokenizer.decode(prefix.ids)
+        texts = {complete(server, prompt, _NEW_TOKENS, is_stream=flag) for flag in (False, True)}
+        yield Behavior("streamed, or in one piece (whole answers)", float(len(texts) > 1), 0.0)
     except RefusalError:
         return
-    yield Behavior("streamed, or in one piece (whole answers)", float(texts[0] != texts[1]), 0.0)
 
 
-def _changes(about: str, before: Observed, after: Sequence[Observed]) -> Behavior:
+def _change(about: str, before: Observed, after: Observed) -> Behavior:
     """Compare log-probabilities of the same tokens in the same places."""
-    known = {
-        (place, id): log_prob
-        for place, *columns in zip(before.row.places, before.ids, before.log_probs, strict=True)
-        for id, log_prob in zip(*columns, strict=True)
+    known = _by_token(before)
+    gaps = [
+        0.0 if np.isnan(log_prob) else abs(log_prob - known[token])
+        for token, log_prob in _by_token(after).items()
+        if token in known
+    ]
+    num_others = len(_by_token(after)) - len(gaps)  # tokens that were not among the likely ones
+    changed = np.count_nonzero(gaps) + num_others
+    share = changed / max(len(gaps) + num_others, 1)
+    return Behavior(about, float(share), max(gaps, default=0.0))
+
+
+def _by_token(observed: Observed) -> dict[tuple[int, int], float]:
+    """Return log-probabilities by place and token."""
+    columns = zip(observed.row.places, observed.ids, observed.log_probs, strict=True)
+    return {
+        (place, int(id)): float(log_prob)
+        for place, ids, log_probs in columns
+        for id, log_prob in zip(ids, log_probs, strict=True)
+        if id >= 0
     }
-    gaps = []
-    for one in after:
-        for place, *columns in zip(one.row.places, one.ids, one.log_probs, strict=True):
-            for id, log_prob in zip(*columns, strict=True):
-                is_preference = np.isnan(log_prob)
-                if id >= 0 and is_preference:
-                    gaps.append(0.0 if (place, id) in known else 1.0)
-                elif id >= 0 and (place, id) in known:
-                    gaps.append(abs(log_prob - known[place, id]))
-    if not gaps:
-        return Behavior(about, 0.0, 0.0)
-    return Behavior(about, float(np.mean(np.array(gaps) != 0)), float(max(gaps)))

@@ -18,6 +18,8 @@ from jllama.parameters import Params
 MAX_ORACLE_TOKENS = 1024
 """A batch of more is computed in float32, by the model that ``jllama verify`` compares with the
 oracle: in float64 it would take minutes."""
+TINY = np.finfo(np.float64).tiny
+"""A probability that has a logarithm, for those that are too small to be a float64."""
 _MIN_PACKED = 256  # tokens of a row that shorter ones are packed into
 
 
@@ -124,27 +126,26 @@ def predict(
     predicted: list[Any] = [None] * len(rows)
     for packed in pack(rows):
         parts = [observed[index] for index in packed.order]
-        wanted = np.concatenate(
+        ids = np.concatenate(
             [np.pad(one.ids, ((0, 0), (0, width - one.ids.shape[1]))) for one in parts]
         )
         # Padded, so that other answers to the same prompts need no other program.
-        num_places = len(wanted)
+        num_places = len(ids)
         padding = (0, _rounded_up(num_places, 64) - num_places)
-        wanted = np.pad(wanted, (padding, (0, 0)))
+        ids = np.pad(ids, (padding, (0, 0)))
         where = (np.pad(packed.batch_index, padding), np.pad(packed.seq_index, padding))
         inputs = (packed.tokens, packed.segments, packed.positions)
         if with_oracle and packed.tokens.size <= MAX_ORACLE_TOKENS:
             tokens, segments, positions = inputs
             logits = oracle.forward(params, tokens, config, positions, segments)[where]
-            logits = logits - logits.max(axis=1, keepdims=True)
-            log_probs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+            log_probs = np.log(oracle.softmax(logits) + TINY)
             best = log_probs.max(axis=1, keepdims=True)
-            found = np.take_along_axis(log_probs, wanted, axis=1)
+            log_probs = np.take_along_axis(log_probs, ids, axis=1)
         else:
             with jax.default_matmul_precision("highest"):
-                best, found = _log_probs(model, config, params, inputs, where, wanted)
+                best, log_probs = _log_probs(model, config, params, inputs, where, ids)
         ends = np.cumsum([len(one.ids) for one in parts])
-        values = np.split(np.asarray(found, np.float64), ends)[:-1]
+        values = np.split(np.asarray(log_probs, np.float64), ends)[:-1]
         bests = np.split(np.asarray(best, np.float64), ends)[:-1]
         for index, one, value, top in zip(packed.order, parts, values, bests, strict=True):
             value = value[:, : one.ids.shape[1]]
@@ -163,24 +164,24 @@ def _log_probs(
     params: Params,
     inputs: tuple[Array, ...],
     where: tuple[Array, ...],
-    wanted: Array,
+    ids: Array,
 ) -> tuple[Array, Array]:
     llama = model.build_model(config, params)
     hidden = llama.hidden(*inputs, attention="auto")[where]
     log_probs = jax.nn.log_softmax(llama.logits(hidden).astype(jnp.float32))
     best = log_probs.max(axis=1, keepdims=True)
-    return best, jnp.take_along_axis(log_probs, wanted, axis=1)
+    return best, jnp.take_along_axis(log_probs, ids, axis=1)
 
 
 def differences(
     observed: Sequence[Observed], predicted: Sequence[Float[np.ndarray, "..."]]
 ) -> list[Float[np.ndarray, "..."]]:
     """Subtract predictions from what was observed, in nats; NaN where nothing was."""
-    found = []
+    gaps = []
     for one, values in zip(observed, predicted, strict=True):
         actual = np.nan_to_num(one.log_probs, nan=0.0)
-        found.append(np.where(one.ids < 0, np.nan, actual - values))
-    return found
+        gaps.append(np.where(one.ids < 0, np.nan, actual - values))
+    return gaps
 
 
 def split_places(observed: Sequence[Observed]) -> list[Observed]:

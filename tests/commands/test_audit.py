@@ -177,5 +177,5 @@ def test_two_runs_differ_first_at_a_step(small_run, copied, capsys):
     found = run_json(capsys, bisect, small_run.folder, copied)
     assert "they differ first in training, step 7/loss" in found["verdict"]
     assert "their sessions differ in seed" in found["verdict"]
-    over = [one["name"] for one in found["compared"] if one["text"] == "other bits"]
+    over = [one["name"] for one in found["compared"] if one["error"] == 1]
     assert "step 10/layers/wq" in over

@@ -22,7 +22,7 @@ import jllama
 from jllama.errors import JllamaError, UsageError
 from jllama.templates.messages import TEMPLATES
 from jllama.verify.conformance import small, weights
-from jllama.verify.judge import check_server
+from jllama.verify.peers import check_server
 
 TIED = small("llama3.2-1b", 8, 2, vocab_size=259, embed_dim=128, mlp_dim=128)
 UNTIED = small("llama3.1-8b", 4, 2, vocab_size=259, embed_dim=128, mlp_dim=128)
@@ -226,7 +226,7 @@ def test_a_server_that_dies_or_is_late_is_one_sentence(tied):
         pass
     with pytest.raises(JllamaError, match=r"gave no answer: .*refused"):
         check_server(url, tied)
-    with serving(late) as url, pytest.raises(JllamaError, match=r"no answer within 0\.5 s"):
+    with serving(late) as url, pytest.raises(JllamaError, match="gave no answer: timed out"):
         check_server(url, tied, timeout_s=0.5)
 
     def dying(path, body):
