@@ -82,6 +82,8 @@ def main(argv: list[str], prog: str) -> int:
     for name in ("text", "rope_factor", "against"):
         if getattr(options, name) and not options.checkpoint:
             raise UsageError(f"--{name} is about a checkpoint: give its path too")
+    if options.against and options.text:
+        raise UsageError("--text is for the checkpoint alone: leave it out with --against")
     for name in _OF_PEERS:
         if getattr(options, name) != getattr(VerifyOptions, name) and not options.against:
             raise UsageError(f"--{name} is about another program: name it with --against")
@@ -126,14 +128,17 @@ def _verify_peer(options: VerifyOptions, width: int) -> tuple[dict[str, Any], It
             if "description" in state and not sys.stderr.isatty():
                 print(state["description"], file=sys.stderr, flush=True)
 
-        common = (options.checkpoint, options.precision, options.max_tokens, on_progress)
+        on_progress(description="opening")
+        checkpoint = options.checkpoint
+        model = peers.open_exact(checkpoint, options.precision, options.rope_factor)
+        common = (model, options.precision, options.max_tokens, on_progress)
         if options.against in peers.LIBRARIES:
-            result = peers.check_library(options.against, *common)
+            result = peers.check_library(options.against, checkpoint, *common)
         else:
             result = peers.check_server(
                 options.against,
                 *common,
-                model=options.served_name,
+                served_name=options.served_name,
                 api_key=options.api_key,
                 timeout_s=options.timeout_s,
                 parallel=options.parallel,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jllama.checkpoints.registry import load
-from jllama.errors import JllamaError, UsageError, no_tokenizer, unknown_name
+from jllama.errors import JllamaError, UsageError, unknown_name
 from jllama.language_model import LanguageModel
 from jllama.verify.judge import Evidence, Judgment, OnProgress, judge
 from jllama.verify.precisions import PRECISIONS
@@ -97,14 +97,28 @@ def check_model(
         >>> judgment.passed, judgment.precision
         (True, 'float32')
     """
-    model = _open_checkpoint(checkpoint, precision)
+    model = open_exact(checkpoint, precision)
     return _judge_function(function, "the function", model, precision, max_tokens)
 
 
+def open_exact(
+    checkpoint: str | Path, precision: str = "auto", rope_factor: float | None = None
+) -> LanguageModel:
+    """Load a checkpoint in float32, in the training layout, and check the name of a precision."""
+    if precision not in ("auto", *PRECISIONS):
+        raise unknown_name("precision", precision, ["auto", *PRECISIONS])
+    return load(checkpoint, layout="training", dtype="float32", rope_factor=rope_factor)
+
+
 def check_library(
-    name: str, checkpoint: str, precision: str, max_tokens: int, on_progress: OnProgress
+    name: str,
+    checkpoint: str,
+    model: LanguageModel,
+    precision: str,
+    max_tokens: int,
+    on_progress: OnProgress,
 ) -> Judgment:
-    """Compare a program of ``LIBRARIES`` with the oracle of a checkpoint.
+    """Compare a program of ``LIBRARIES``, which opens the checkpoint itself, with the oracle.
 
     Raises:
         UsageError: it does not open such a checkpoint.
@@ -114,7 +128,6 @@ def check_library(
     if not library.is_right(Path(checkpoint)):
         raise UsageError(f"{name} opens {library.opens}, which {checkpoint} is not: convert it")
     on_progress(description=f"opening with {name}")
-    model = _open_checkpoint(checkpoint, precision)
     try:
         function = library.open(checkpoint, max_tokens)
     except ImportError as error:
@@ -129,27 +142,23 @@ def check_library(
 
 def check_server(
     url: str,
-    checkpoint: str | Path,
+    model: LanguageModel,
     precision: str = "auto",
     max_tokens: int = 2048,
     on_progress: OnProgress = lambda **_: None,
     **connection: Any,
 ) -> Judgment:
-    """Compare a server with OpenAI's API with the oracle of the checkpoint that it serves.
+    """Compare a server with OpenAI's API with the oracle of the model that it serves.
 
-    ``connection`` has fields of ``Server``.
+    ``model`` is that of ``open_exact``, and ``connection`` has fields of ``Server``.
 
     Raises:
-        JllamaError: the server cannot be asked, or the checkpoint cannot be opened.
+        JllamaError: the server cannot be asked, or the model has no tokenizer.
     """
-    # 1) The checkpoint and the server.
-    on_progress(description="opening")
-    model = _open_checkpoint(checkpoint, precision)
-    if model.tokenizer is None:
-        raise no_tokenizer(checkpoint)
+    # 1) The server.
     rows = make_rows(model, max_tokens)
     address = url.rstrip("/").removesuffix("/v1")
-    server = connect(Server(address, model.tokenizer, **connection), rows[0].ids[:16])
+    server = connect(Server(address, model.text_tokenizer, **connection), rows[0].ids[:16])
     about = f"{server.method.about} on {server.method.path}"
 
     # 2) Its log-probabilities.
@@ -172,12 +181,6 @@ def check_server(
     is_split = not server.method.is_whole
     evidence = Evidence(server.url, method, observed, behaviors, remarks, is_split)
     return judge(evidence, model, precision, on_progress)
-
-
-def _open_checkpoint(checkpoint: str | Path, precision: str) -> LanguageModel:
-    if precision not in ("auto", *PRECISIONS):
-        raise unknown_name("precision", precision, ["auto", *PRECISIONS])
-    return load(checkpoint, layout="training", dtype="float32")
 
 
 def _judge_function(

@@ -66,7 +66,7 @@ class Server:
     Attributes:
         url: the address, without ``/v1``.
         tokenizer: of the checkpoint.
-        model: the name of the model.
+        served_name: the name of the model; if it is empty, ``connect`` takes the first.
         api_key: sent with each request, if set.
         timeout_s: how long an answer may take.
         parallel: how many requests there are at once, at most.
@@ -78,7 +78,7 @@ class Server:
 
     url: str
     tokenizer: Tokenizer
-    model: str = ""
+    served_name: str = ""
     api_key: str = ""
     timeout_s: float = 120.0
     parallel: int = 4
@@ -96,11 +96,11 @@ def connect(server: Server, ids: Sequence[int]) -> Server:
     Raises:
         JllamaError: it lists no model, or no method works; the message has its last reason.
     """
-    model = server.model
-    if not model:
+    served_name = server.served_name
+    if not served_name:
         models = request_json(f"{server.url}/v1/models", None, server.api_key, server.timeout_s)
         try:
-            model = str(models["data"][0]["id"])
+            served_name = str(models["data"][0]["id"])
         except _NO_METHOD:
             raise JllamaError(
                 f"{server.url}/v1/models lists no models: give the address of a server with "
@@ -113,7 +113,7 @@ def connect(server: Server, ids: Sequence[int]) -> Server:
             name = piece.decode()
             names[name] = None if name in names else id
     names |= server.tokenizer.special_tokens
-    server = dataclasses.replace(server, model=model, names=names)
+    server = dataclasses.replace(server, served_name=served_name, names=names)
 
     reason: object = ""
     remarks: list[str] = []
@@ -167,7 +167,7 @@ def ask(server: Server, row: Row, new_tokens: int = 1) -> dict[int, Likely]:
         JllamaError: there is no server any more.
     """
     method = CHAT if row.messages else server.method
-    body: Json = {"model": server.model, "temperature": 0.0, method.new_tokens: new_tokens}
+    body: Json = {"model": server.served_name, "temperature": 0.0, method.new_tokens: new_tokens}
     if row.messages:
         body["messages"] = list(row.messages)
     elif server.takes_ids and not row.is_text:
@@ -336,7 +336,12 @@ def complete(server: Server, text: str, new_tokens: int, *, is_stream: bool) -> 
     Raises:
         RefusalError: the server does not stream, or does not continue texts.
     """
-    body = {"model": server.model, "prompt": text, "temperature": 0.0, "max_tokens": new_tokens}
+    body = {
+        "model": server.served_name,
+        "prompt": text,
+        "temperature": 0.0,
+        "max_tokens": new_tokens,
+    }
     url = f"{server.url}/v1/completions"
     with open_url(url, body | {"stream": is_stream}, server.api_key, server.timeout_s) as reply:
         text = reply.read().decode()

@@ -55,6 +55,7 @@ def test_a_fingerprint_shows_every_bit():
     assert describe_weights({"w": jnp.asarray(values[::-1])}) != before
 
 
+@pytest.mark.slow
 def test_the_fingerprint_of_weights_on_two_devices_is_that_of_the_file(workshop, tmp_path):
     run = tmp_path / "run"
     options = ("--mesh.fsdp", 2, "--training.steps", 2, "--training.eval_every", 2)

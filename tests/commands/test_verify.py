@@ -110,11 +110,45 @@ def test_a_failure_is_exit_code_1_and_says_where(monkeypatch, capsys):
             "cannot write /dev/null: there is something that is no ordinary file",
         ),
         (["some/path", "--only", "gguf"], "--only chooses among the checks of the matrix"),
+        (["--against", "http://x"], "--against is about a checkpoint: give its path too"),
+        (["some/path", "--precision", "float16"], "--precision is about another program"),
+        (["some/path", "--against", "x", "--text", "y"], "--text is for the checkpoint alone"),
+        (["some/path", "--against", "x", "--parallel", "0"], "parallel is 0; it must be from 1"),
+        (["some/path", "--against", "x", "--timeout_s", "0"], "timeout_s is 0.0; it must be pos"),
+        (["some/path", "--against", "x", "--max_tokens", "9"], "max_tokens is 9; it must be at"),
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments, said, capsys):
     assert cli.run("verify", arguments) == 2
     assert said in capsys.readouterr().err
+
+
+def test_another_program_as_a_user_runs_it(workshop, checkpoint):
+    page = workshop.folder / "judgment.html"
+    arguments = ("--against", "transformers", "--max_tokens", 256, "--json", "--html", page)
+    done = workshop.finish(workshop.start("-m", "jllama", "verify", checkpoint, *arguments))
+    assert done.code == 0, done.err
+    judgment = json.loads(done.out)
+    assert judgment["passed"]
+    assert judgment["precision"] == "float32"
+    assert judgment["groups"][0][0] == "text"
+    assert judgment["verdict"].startswith("PASS: transformers computes this checkpoint")
+    assert "computing the oracle" in done.err
+    assert "By prompt and position" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("against", "message"),
+    [
+        ("http://127.0.0.1:9", "http://127.0.0.1:9/v1/models gave no answer: "),
+        ("nonsense", "nonsense/v1/models gave no answer: unknown url type"),
+        ("llama.cpp", "llama.cpp opens a GGUF file, which"),
+    ],
+)
+def test_a_program_that_is_not_there_is_one_sentence(checkpoint, against, message, capsys):
+    assert cli.run("verify", [str(checkpoint), "--against", against]) in (1, 2)
+    *_, problem = capsys.readouterr().err.splitlines()
+    assert message in problem
 
 
 def test_a_check_that_raises_has_failed_and_the_others_go_on():

@@ -22,7 +22,7 @@ import jllama
 from jllama.errors import JllamaError, UsageError
 from jllama.templates.messages import TEMPLATES
 from jllama.verify.conformance import small, weights
-from jllama.verify.peers import check_server
+from jllama.verify.peers import check_server, open_exact
 
 TIED = small("llama3.2-1b", 8, 2, vocab_size=259, embed_dim=128, mlp_dim=128)
 UNTIED = small("llama3.1-8b", 4, 2, vocab_size=259, embed_dim=128, mlp_dim=128)
@@ -47,7 +47,8 @@ def untied(tmp_path_factory):
 
 def judged(program, folder, **options):
     with serving(program.answer) as url:
-        return check_server(url, folder, max_tokens=options.pop("max_tokens", 512), **options)
+        max_tokens = options.pop("max_tokens", 512)
+        return check_server(url, open_exact(folder), max_tokens=max_tokens, **options)
 
 
 def with_rope(folder, **changes):
@@ -96,6 +97,15 @@ MISTAKES = {
         "weights in Q8_0",
     ),
 }
+PLACES = {
+    "factor": {"far", "text", "decode"},
+    "window": {"far"},
+    "context": {"far"},
+    "BOS": {"plain text"},
+    "cache": {"decode"},
+    "template": {"chat"},
+}
+"""Where a mistake shows, if not everywhere."""
 MAX_TOKENS = {"factor": 2048, "window": 2048, "context": 2048}
 
 
@@ -118,6 +128,8 @@ def test_a_planted_mistake_is_named(tied, name):
     assert not found.passed, found
     named = found.verdict.partition("; ")[2]
     assert about in named, found
+    kinds = {kind for kind, _, error, allowed in found.groups if error > allowed}
+    assert kinds <= PLACES.get(name, kinds)
 
 
 @pytest.mark.slow
@@ -207,7 +219,7 @@ def test_forms_of_other_servers_are_read(tied):
 
     for answer, method in ((vllm, "prompt_logprobs"), (llama_cpp, "n_probs")):
         with serving(answer) as url:
-            found = check_server(url, tied, max_tokens=512)
+            found = check_server(url, open_exact(tied), max_tokens=512)
         assert found.passed, found
         assert found.method.startswith(method)
 
@@ -218,22 +230,22 @@ NOTHING = "gives neither log-probabilities nor tokens"
 @pytest.mark.parametrize("answer", [None, {"choices": "none"}, {"choices": []}, {}])
 def test_a_server_that_gives_nothing_is_one_sentence(tied, answer):
     with serving(lambda path, body: answer) as url, pytest.raises(JllamaError, match=NOTHING):
-        check_server(url, tied)
+        check_server(url, open_exact(tied))
 
 
 def test_a_server_that_dies_or_is_late_is_one_sentence(tied):
     with serving(lambda path, body: None) as url:
         pass
     with pytest.raises(JllamaError, match=r"gave no answer: .*refused"):
-        check_server(url, tied)
+        check_server(url, open_exact(tied))
     with serving(late) as url, pytest.raises(JllamaError, match="gave no answer: timed out"):
-        check_server(url, tied, timeout_s=0.5)
+        check_server(url, open_exact(tied), timeout_s=0.5)
 
     def dying(path, body):
         raise ConnectionAbortedError
 
     with serving(dying) as url, pytest.raises(JllamaError, match="gave no answer: Remote end"):
-        check_server(url, tied)
+        check_server(url, open_exact(tied))
 
 
 def test_answers_that_change_in_company_are_told(tied):
@@ -249,7 +261,7 @@ def test_answers_that_change_in_company_are_told(tied):
         return found
 
     with serving(answer) as url:
-        found = check_server(url, tied, max_tokens=512)
+        found = check_server(url, open_exact(tied), max_tokens=512)
     assert found.passed
     assert any(0 < one.share <= 1 and 1e-6 < one.largest < 1e-4 for one in found.behaviors)
 
