@@ -3,11 +3,15 @@
 import dataclasses
 import json
 import sys
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from jllama.commands.cli import parse
 from jllama.progress import progress
+
+if TYPE_CHECKING:
+    from jllama.verify.bisect import Bisection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +40,19 @@ class BisectOptions:
 def main(argv: list[str], prog: str) -> int:
     """Print a tree of differences; return 1 if one is over the tolerance."""
     options = parse(BisectOptions, argv, prog, ("a", "b"))
-    from jllama.verify.bisect import bisect, bisection_tree
+    from jllama.verify.bisect import bisect
 
     with progress("") as move:
         result = bisect(options.a, options.b, options.tolerance, move)
+    return print_bisection(result, as_json=options.json)
+
+
+def print_bisection(result: "Bisection", *, as_json: bool) -> int:
+    """Print what was compared, and return the exit code."""
+    from jllama.verify.bisect import bisection_tree
+
     passed = result.first is None
-    if options.json:
+    if as_json:
         compared = [difference._asdict() for difference in result.compared]
         print(json.dumps({"passed": passed, "verdict": result.verdict, "compared": compared}))
     else:

@@ -23,6 +23,8 @@ from jllama.verify.checkpoint import PROSE
 from jllama.verify.checks import relative_error
 from jllama.verify.layerwise import update_error
 
+FIGURES = ("loss", "grad_norm")
+"""What a run logs that only its steps decide."""
 _MAX_TOKENS = 64
 _ROWS = 4096  # of a tensor that are compared at once
 
@@ -59,6 +61,8 @@ class Bisection(NamedTuple):
     def verdict(self) -> str:
         """One sentence."""
         largest = max((one.error for one in self.compared if one.part != "session"), default=0.0)
+        if not largest:
+            return f"PASS: the same in every bit, in {len(self.compared)} places"
         if self.first is None:
             return (
                 f"PASS: no difference in {len(self.compared)} places is over {self.tolerance:.0e} "
@@ -115,11 +119,11 @@ def bisect(
     paths = (Path(left), Path(right))
     compared = []
     if all(run.recognizes(path) for path in paths):
-        compared += _compare("session", *map(_session, paths))
-        compared += _compare("training", *map(_history, paths))
+        compared += compare_values("session", *map(run_session, paths))
+        compared += compare_values("training", *map(run_history, paths))
     first, second = both = [open_checkpoint(path) for path in (left, right)]
-    compared += _compare("configuration", vars(first.config), vars(second.config))
-    compared += _compare("tokenizer", *map(_tokenizer, both))
+    compared += compare_values("configuration", vars(first.config), vars(second.config))
+    compared += compare_values("tokenizer", *map(_tokenizer, both))
     specs = tensor_specs(first.config)
     shapes = [[(spec.key, spec.shape) for spec in tensor_specs(one.config)] for one in both]
     if shapes[0] != shapes[1]:
@@ -132,7 +136,7 @@ def bisect(
     return Bisection(compared, tolerance)
 
 
-def _compare(part: str, left: Json, right: Json) -> Iterator[Difference]:
+def compare_values(part: str, left: Json, right: Json) -> Iterator[Difference]:
     """Yield each value that both have: numbers with a relative difference, others with 0 or 1."""
     for name in left:
         if name not in right:
@@ -145,7 +149,7 @@ def _compare(part: str, left: Json, right: Json) -> Iterator[Difference]:
         yield Difference(part, name, error, text)
 
 
-def _session(folder: Path) -> Json:
+def run_session(folder: Path) -> Json:
     """Return the options of a run, and what its last session ran on."""
     receipt = read_receipt(folder)
     last = next(reversed(receipt["sessions"].values()), {})
@@ -153,12 +157,12 @@ def _session(folder: Path) -> Json:
     return {name: value for name, value in fields.items() if name != "run_dir"}
 
 
-def _history(folder: Path) -> Json:
+def run_history(folder: Path) -> Json:
     """Return the figures that a run logged, and its weights' fingerprints, in order of steps."""
     figures = {
         (line["step"], name): line[name]
         for line in read_lines(folder / run.METRICS, "tokens_per_s")
-        for name in ("loss", "grad_norm")
+        for name in FIGURES
     }
     for step, fingerprints in read_receipt(folder)["weights"].items():
         figures |= {(int(step), path): value for path, value in fingerprints.items()}

@@ -26,7 +26,7 @@ _WITH_PARAMETERS = ("attention_bias", "qk_norm", "norm_placement")  # ``MUTATION
 _CONTEXTS = (256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768)
 VALUES: dict[str, Sequence[Any]] = {
     "rope_theta": (1e4, 1e5, 5e5, 1e6),
-    "norm_eps": (1e-8, 1e-6, 1e-5),
+    "norm_eps": (1e-8, 1e-6, 1e-5, 1e-4),
 }
 """Values of fields that are taken for those of the checkpoint, as other Llamas have them."""
 
@@ -96,7 +96,6 @@ def _wrong_fields(config: LlamaConfig, longest: int) -> Iterator[Mistake]:
         if field not in _WITH_PARAMETERS:
             values[field] = [usual]
     values["rope_theta"] = [*VALUES["rope_theta"], 2 * config.rope_theta]
-    values["norm_eps"] = [*VALUES["norm_eps"], 10 * config.norm_eps]
     window = config.sliding_window
     windows = [size for size in _CONTEXTS if size < longest]
     values["sliding_window"] = [*windows, *([window - 1, window + 1, 0] if window else [])]

@@ -21,7 +21,8 @@ from peer_server import (
 import jllama
 from jllama.errors import JllamaError, UsageError
 from jllama.templates.messages import TEMPLATES
-from jllama.verify.conformance import small, weights
+from jllama.verify.conformance import VARIANTS, small, weights
+from jllama.verify.mistakes import known_mistakes
 from jllama.verify.peers import check_server, open_exact
 
 TIED = small("llama3.2-1b", 8, 2, vocab_size=259, embed_dim=128, mlp_dim=128)
@@ -279,3 +280,16 @@ def test_a_function_is_checked(tied):
         jllama.check_model(lambda tokens: np.zeros(3), tied)
     with pytest.raises(UsageError, match="there is no precision bfloat17; did you mean bfloat16"):
         jllama.check_model(logits, tied, "bfloat17")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_has_mistakes_with_names_of_their_own(name):
+    config = VARIANTS[name]
+    params = {"layers": {}, "embed": None, "lm_head": None, "final_norm": np.ones(2, np.float32)}
+    mistakes = known_mistakes(jllama.LanguageModel(config, params, TOKENIZER), 4096)
+    names = [mistake.about for mistake in mistakes]
+    assert len(names) == len({*names}) >= 40
+    fields = [mistake for mistake in mistakes if " for " in mistake.about]
+    for mistake in fields:
+        if mistake.change is None and "embedding for" not in mistake.about:
+            assert mistake.misread(config, params)[0] != config
