@@ -1,6 +1,5 @@
 """What rounding does to the logits: weights and activations as another program would store them."""
 
-import dataclasses
 import functools
 import types
 from collections.abc import Callable
@@ -37,36 +36,7 @@ class Precision(NamedTuple):
     model: types.ModuleType = jllama.model
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["base"], meta_fields=[])
-@dataclasses.dataclass(frozen=True)
-class RoundingMatrix:
-    """A matrix for products ``x @ matrix`` that rounds ``x`` in blocks of 8-bit integers."""
-
-    base: Any
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the matrix."""
-        return self.base.shape
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype of the matrix."""
-        return self.base.dtype
-
-    def reshape(self, rows: int, columns: int) -> "RoundingMatrix":
-        """Flatten to ``[inputs, outputs]``; -1 is allowed as in NumPy."""
-        return RoundingMatrix(self.base.reshape(rows, columns))
-
-    def __getitem__(self, rows: Any) -> "RoundingMatrix":
-        """Return the matrix itself, for ``[...]``."""
-        return self
-
-    def __rmatmul__(self, x: Float[Array, "tokens inputs"]) -> Float[Array, "tokens outputs"]:
-        return round_blocks(x) @ self.base
-
-
-def round_blocks(x: Float[Array, "tokens inputs"]) -> Float[Array, "tokens inputs"]:
+def round_blocks(x: Float[Array, "*lead inputs"]) -> Float[Array, "*lead inputs"]:
     """Round to GGML's ``Q8_0``: blocks of 32 integers, times ``max(abs(block)) / 127``."""
     size = _BLOCK if x.shape[-1] % _BLOCK == 0 else x.shape[-1]
     blocks = x.reshape(*x.shape[:-1], -1, size)
@@ -126,19 +96,6 @@ WEIGHTS: dict[str, Callable[[np.ndarray], Any]] = {
 """How a matrix is rounded, by the name of a precision."""
 
 
-def _with_rounding(config: LlamaConfig, params: Params) -> Params:
-    """Let all products of layers round their input to 8 bits."""
-    layers = {
-        name: RoundingMatrix(jnp.asarray(value)) if name.startswith("w") else value
-        for name, value in params["layers"].items()
-    }
-    return params | {"layers": layers}
-
-
-def _quantized(name: str, config: LlamaConfig, params: Params) -> Params:
-    return _with_rounding(config, change_matrices(WEIGHTS[name], config, params))
-
-
 def _float16_attention(
     query: Array, key: Array, value: Array, mask: F.Mask, implementation: str
 ) -> Array:
@@ -149,28 +106,37 @@ def _float16_attention(
     return F.attention(query, key, value, mask, implementation)
 
 
-def _project_rounded(x: Array, matrix: Any) -> Array:
-    return F.project(round_blocks(x), matrix)
+def _rounding_model() -> types.ModuleType:
+    """Return a model whose products all have inputs in blocks of 8-bit integers."""
+    model = model_with(
+        attention=lambda *inputs: round_blocks(_float16_attention(*inputs)),
+        silu_gate=lambda gate, up: round_blocks(F.silu_gate(gate, up)),
+        project=lambda x, head: F.project(round_blocks(x), head),
+    )
+    products = model.Layer.products
+    model.Layer.products = lambda layer, x, *names: products(layer, round_blocks(x), *names)
+    return model
 
 
-_FLOAT16_CACHE = model_with(attention=_float16_attention)
-_INT8_PRODUCTS = model_with(attention=_float16_attention, project=_project_rounded)
+_INT8_PRODUCTS = _rounding_model()
 PRECISIONS: dict[str, Precision] = {
     "float32": Precision("float32"),
-    "float16-cache": Precision("float32 with keys and values in float16", model=_FLOAT16_CACHE),
+    "float16-cache": Precision(
+        "float32 with keys and values in float16",
+        model=model_with(attention=_float16_attention),
+    ),
     "float16": Precision("float16", functools.partial(cast, jnp.float16)),
     "bfloat16": Precision("bfloat16", functools.partial(cast, jnp.bfloat16)),
     "int8-products": Precision(
         "products of 8-bit activations, with keys and values in float16, as llama.cpp computes "
         "with quantized weights",
-        _with_rounding,
-        _INT8_PRODUCTS,
+        model=_INT8_PRODUCTS,
     ),
     "int8": Precision("weights in 8 bits by row", functools.partial(change_matrices, _round_int8)),
 } | {
     name: Precision(
         f"weights in {name}, in products of 8-bit activations",
-        functools.partial(_quantized, name),
+        functools.partial(change_matrices, WEIGHTS[name]),
         _INT8_PRODUCTS,
     )
     for name in _GGML

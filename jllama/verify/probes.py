@@ -20,7 +20,7 @@ FAR = (2048, 8192, 32_768, 100_000)
 """Lengths of long prompts; they begin and end with the same text, so that attention reaches far."""
 _TEXT_TOKENS = 200
 _REPEATED_WORDS = 30
-_SHORT = (1, 2, 3, 5, 8)
+_NUM_SHORT = 12
 _NEW_TOKENS = 24
 _CONVERSATIONS = (
     [{"role": "user", "content": "What is the capital of France?"}],
@@ -65,7 +65,7 @@ def make_rows(model: LanguageModel, max_tokens: int) -> list[Row]:
     # 1) A text, its beginnings, and long texts in which words come in any order.
     ids = encode(words)
     rows = [_row("text", ids[: min(_TEXT_TOKENS, limit)], 0)]
-    rows += [_row("short", ids[:length], length - 1) for length in _SHORT]
+    rows += [_row("short", ids[:length], length - 1) for length in range(1, _NUM_SHORT + 1)]
     for length in FAR:
         if length <= limit + 1:
             num_words = max(length * len(words) // len(ids) - 3 * _REPEATED_WORDS, 0)
@@ -81,7 +81,7 @@ def make_rows(model: LanguageModel, max_tokens: int) -> list[Row]:
     rows.append(plain._replace(is_text=True))
     special = sorted(tokenizer.special_tokens.values())[:8]
     mixed = [int(id) for pair in zip(ids[1:], special, strict=False) for id in pair]
-    rows.append(_row("special tokens", [int(ids[0]), *mixed], 0))
+    rows.append(_row("special tokens", [int(ids[0]), *mixed][:limit], 0))
     if model.chat_template:
         for messages in _CONVERSATIONS:
             with_template = message_ids(tokenizer, model.chat_template, messages, True)
