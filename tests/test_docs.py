@@ -15,7 +15,9 @@ import yaml
 from helpers_adapters import adapter_params, make_run
 
 from jllama.checkpoints.registry import load, save
+from jllama.commands.audit import AuditOptions
 from jllama.commands.bench import BenchOptions
+from jllama.commands.bisect import BisectOptions
 from jllama.commands.chat import ChatOptions
 from jllama.commands.check import CheckOptions
 from jllama.commands.cli import parse
@@ -48,6 +50,8 @@ OPTIONS = {
     "convert": ConvertOptions,
     "verify": VerifyOptions,
     "check": CheckOptions,
+    "audit": AuditOptions,
+    "bisect": BisectOptions,
     "report": ReportOptions,
     "eval": EvalOptions,
     "bench": BenchOptions,
@@ -66,6 +70,8 @@ POSITIONAL = {
     "convert": ("source", "target"),
     "verify": ("checkpoint",),
     "check": ("folder",),
+    "audit": ("run",),
+    "bisect": ("a", "b"),
     "report": ("runs",),
     "eval": ("checkpoint",),
     "bench": ("what", "checkpoint"),

@@ -124,6 +124,7 @@ def test_the_folder_of_a_run(small_run, read_run):
         "checkpoints",
         "config.yaml",
         "metrics.jsonl",
+        "receipt.json",
         "report.html",
         "samples.jsonl",
         "tokenizer.bytes.json",

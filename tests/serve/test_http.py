@@ -352,7 +352,7 @@ def test_a_replay_without_a_server(tmp_path, capsys):
     )
     assert "gave no answer" in capsys.readouterr().err
     assert cli.run("replay", [str(tmp_path / "answer.json"), "--url", "nonsense"]) == 1
-    assert "nonsense gave no answer: unknown url type" in capsys.readouterr().err
+    assert "nonsense/ gave no answer: unknown url type" in capsys.readouterr().err
 
 
 # Structured output and tools
