@@ -661,6 +661,7 @@ def options(draw):
     }
 
 
+@pytest.mark.slow
 @settings(max_examples=5)
 @given(options=options(), seed=seeds)
 def test_options_in_any_combination(options, seed):

@@ -81,6 +81,7 @@ def test_the_text_is_what_the_library_gives(small_run, sample):
     assert sample("--prompt", "fox ", "--max_new_tokens", 20, "--seed", 5) == f"fox {expected}\n"
 
 
+@pytest.mark.slow
 def test_every_option_changes_something(sample):
     plain = ("--prompt", "the ", "--max_new_tokens", 20)
     text = sample(*plain)

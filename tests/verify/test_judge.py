@@ -167,6 +167,7 @@ def test_what_no_mistake_explains_is_said(tied):
     assert re.search("none of [0-9]+ known mistakes explains it$", found.verdict)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("refused", "method"),
     [
@@ -250,6 +251,7 @@ def test_a_server_that_dies_or_is_late_is_one_sentence(tied):
         check_server(url, open_exact(tied))
 
 
+@pytest.mark.slow
 def test_answers_that_change_in_company_are_told(tied):
     program = Program(open_model(tied))
     active = []
