@@ -37,7 +37,8 @@ def open_url(
         headers["Authorization"] = f"Bearer {api_key}"
     data = None if body is None else json.dumps(body).encode()
     errors = (OSError, ValueError, http.client.HTTPException)
-    with errors_as(f"{url} gave no answer", *errors):
+    limit = f" within {timeout_s:g} s" if timeout_s else ""
+    with errors_as(f"{url} gave no answer{limit}", *errors):
         message = urllib.request.Request(url, data, headers)
         with _open_patiently(message, timeout_s) as reply:
             yield reply

@@ -109,9 +109,9 @@ def connect(server: Server, ids: Sequence[int]) -> Server:
     names: dict[str, int | None] = {}
     for id, piece in enumerate(server.tokenizer.pieces):
         names[f"token_id:{id}"] = id  # vLLM's form
-        with contextlib.suppress(UnicodeDecodeError):
-            name = piece.decode()
-            names[name] = None if name in names else id
+        name = piece.decode(errors="replace")
+        is_known = "\ufffd" not in name and name not in names
+        names[name] = id if is_known else None  # parts of characters all have one name
     names |= server.tokenizer.special_tokens
     server = dataclasses.replace(server, served_name=served_name, names=names)
 
@@ -213,6 +213,9 @@ def _read(server: Server, method: Method, answer: Json, row: Row) -> dict[int, L
     elif method in (CHOICE, CHAT):
         text = choice["message"]["content"] if row.messages else choice["text"]
         entries = [{"token": text, "logprob": np.nan}]
+        may_lack_space = not server.tokenizer.is_byte_level and f" {text}" in server.names
+        if may_lack_space:  # which decoding SentencePiece's tokens drops
+            entries = []
     else:
         raise LookupError
     likely = [_likely(server, entry) for entry in entries]

@@ -140,8 +140,8 @@ def test_another_program_as_a_user_runs_it(workshop, checkpoint):
 @pytest.mark.parametrize(
     ("against", "message"),
     [
-        ("http://127.0.0.1:9", "http://127.0.0.1:9/v1/models gave no answer: "),
-        ("nonsense", "nonsense/v1/models gave no answer: unknown url type"),
+        ("http://127.0.0.1:9", "http://127.0.0.1:9/v1/models gave no answer within 120 s: "),
+        ("nonsense", "nonsense/v1/models gave no answer within 120 s: unknown url type"),
         ("llama.cpp", "llama.cpp opens a GGUF file, which"),
     ],
 )
