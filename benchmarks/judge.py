@@ -108,7 +108,7 @@ def serving(command: tuple[str, ...], **places: object) -> Iterator[str]:
 def verdict(checkpoint: Path, against: str, *more: str) -> dict[str, object]:
     """Run `jllama verify --against`, and return the parts of its JSON that are reported."""
     command = ["-m", "jllama", "verify", str(checkpoint), "--against", against, "--json", *more]
-    command += ["--timeout_s", "1800"] if against.startswith("http") else []  # it sorts slowly
+    command += ["--timeout_s", "1800"] if against.startswith("http") else []
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, *command], capture_output=True, text=True, env=environment
@@ -151,6 +151,8 @@ def main() -> int:
             if peer in SERVERS:
                 is_named = peer == "transformers serve"  # its list is that of a cache
                 more = ("--served_name", str(folder)) if is_named else ()
+                if peer == "llama-cpp-python" and model != "SmolLM2":
+                    more = ("--max_tokens", "512")  # it sorts 128,256 log-probabilities a token
                 with serving(SERVERS[peer], folder=folder, file=file) as url:
                     results[name] = verdict(checkpoint, url, *more)
             else:

@@ -23,6 +23,7 @@ from jllama.verify.server import Server, connect, observe
 Function = Callable[[np.ndarray], Any]
 """Takes the tokens of a prompt, ``[seq]``, and returns logits ``[seq, vocab]``."""
 
+_NUM_SHORT = 3
 _NUM_LIKELY = 20  # log-probabilities in each place, of a function that gives all
 
 
@@ -192,6 +193,11 @@ def _judge_function(
     on_progress: OnProgress = lambda **_: None,
 ) -> Judgment:
     on_progress(description=f"asking {name}")
-    rows = [row for row in make_rows(model, max_tokens) if not (row.is_text or row.messages)]
+    # Each length may be a program to compile, so few short prompts are enough.
+    rows = [
+        row
+        for row in make_rows(model, max_tokens)
+        if not (row.is_text or row.messages) and (row.kind != "short" or len(row.ids) <= _NUM_SHORT)
+    ]
     observed = [observe_function(function, row, _NUM_LIKELY) for row in rows]
     return judge(Evidence(name, "all logits", observed), model, precision, on_progress)

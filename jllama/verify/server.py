@@ -109,9 +109,11 @@ def connect(server: Server, ids: Sequence[int]) -> Server:
     names: dict[str, int | None] = {}
     for id, piece in enumerate(server.tokenizer.pieces):
         names[f"token_id:{id}"] = id  # vLLM's form
-        name = piece.decode(errors="replace")
-        is_known = "\ufffd" not in name and name not in names
-        names[name] = id if is_known else None  # parts of characters all have one name
+        # Servers name parts of characters in one of these ways, as other tokens are called.
+        forms = {piece.decode(errors=errors) for errors in ("ignore", "replace")}
+        for name in forms:
+            is_certain = len(forms) == 1 and name not in names
+            names[name] = id if is_certain else None
     names |= server.tokenizer.special_tokens
     server = dataclasses.replace(server, served_name=served_name, names=names)
 
