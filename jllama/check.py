@@ -26,7 +26,7 @@ import numpy as np
 from jllama import oracle
 from jllama.config import LlamaConfig
 from jllama.errors import UsageError
-from jllama.verify.checks import random_params, relative_error
+from jllama.verify.checks import detached, random_params, relative_error
 
 Component = Callable[..., Any]
 
@@ -230,9 +230,7 @@ def _verdict(
     # Code that computes in float32 meets 1e-4 in any wider dtype too.
     is_16_bit = "16" in str(getattr(result, "dtype", ""))
     tolerance = 3e-2 if is_16_bit else 1e-4
-    if hasattr(result, "detach"):
-        # NumPy takes no PyTorch tensor that has gradients, is on a GPU or in bfloat16.
-        result = result.detach().cpu().double()
+    result = detached(result)
     if result is None or np.shape(result) != expected.shape:
         shape = "nothing" if result is None else list(np.shape(result))
         remark = f"It returns {shape} where the shape {list(expected.shape)} is expected."

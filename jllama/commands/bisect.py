@@ -50,11 +50,12 @@ def main(argv: list[str], prog: str) -> int:
 def print_bisection(result: "Bisection", *, as_json: bool) -> int:
     """Print what was compared, and return the exit code."""
     from jllama.verify.bisect import bisection_tree
+    from jllama.verify.checks import results_json
 
     passed = result.first is None
     if as_json:
         compared = [difference._asdict() for difference in result.compared]
-        print(json.dumps({"passed": passed, "verdict": result.verdict, "compared": compared}))
+        print(json.dumps(results_json(passed, verdict=result.verdict, compared=compared)))
     else:
         console = Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=True)
         console.print(bisection_tree(result))

@@ -14,7 +14,7 @@ from flax.traverse_util import flatten_dict
 from jaxtyping import Array, UInt32
 
 import jllama
-from jllama.devices import describe_devices
+from jllama.devices import describe_devices, describe_driver
 from jllama.distributed import process_index
 from jllama.files import Json, atomic_write_text, read_json_object
 from jllama.parameters import Params
@@ -66,6 +66,7 @@ def describe_session(mesh: jax.sharding.Mesh) -> Json:
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
         "device": describe_devices(mesh),
+        "driver": describe_driver(mesh.devices.flat[0]),
         "processes": jax.process_count(),
         "flags": {name: os.environ[name] for name in _FLAGS if name in os.environ},
     }

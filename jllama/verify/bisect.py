@@ -13,7 +13,7 @@ from rich.tree import Tree
 from jllama import oracle
 from jllama.checkpoints import run
 from jllama.checkpoints.registry import open_checkpoint
-from jllama.checkpoints.tensors import Checkpoint
+from jllama.checkpoints.tensors import Checkpoint, FileTensor, blocks
 from jllama.config import LlamaConfig
 from jllama.files import Json, read_lines
 from jllama.generation.text import prompt_ids
@@ -54,16 +54,21 @@ class Bisection(NamedTuple):
     @property
     def first(self) -> Difference | None:
         """The first difference that is larger than allowed, in what was computed."""
-        results = (one for one in self.compared if one.part != "session")
-        return next((one for one in results if not one.error <= self.tolerance), None)
+        results = [one for one in self.compared if one.part != "session"]
+        return next(filter(self.is_over, results), None)
+
+    def is_over(self, one: Difference) -> bool:
+        """Return whether a difference is larger than allowed; NaN is."""
+        return not one.error <= self.tolerance
 
     @property
     def verdict(self) -> str:
         """One sentence."""
-        largest = max((one.error for one in self.compared if one.part != "session"), default=0.0)
-        if not largest:
-            return f"PASS: the same in every bit, in {len(self.compared)} places"
         if self.first is None:
+            errors = [one.error for one in self.compared if one.part != "session"]
+            largest = max(errors, default=0.0)
+            if not largest:
+                return f"PASS: the same in every bit, in {len(self.compared)} places"
             return (
                 f"PASS: no difference in {len(self.compared)} places is over {self.tolerance:.0e} "
                 f"(the largest is {largest:.1e})"
@@ -84,8 +89,8 @@ def bisection_tree(bisection: Bisection) -> Tree:
     root = Tree("compared")
     for part in dict.fromkeys(one.part for one in bisection.compared):
         members = [one for one in bisection.compared if one.part == part]
-        different = [one for one in members if one.error > bisection.tolerance]
-        largest = max(one.error for one in members)
+        different = list(filter(bisection.is_over, members))
+        largest = np.max([one.error for one in members])
         summary = f"{part}: {len(members) - len(different)} of {len(members)} places agree"
         branch = root.add(f"{summary}, the largest difference is {largest:.1e}")
         # One branch for each layer or step.
@@ -177,15 +182,16 @@ def _tokenizer(checkpoint: Checkpoint) -> Json:
 
 def _tensor_error(spec: TensorSpec, first: Checkpoint, second: Checkpoint) -> float:
     """Compute the largest difference of a tensor over its largest value, some rows at a time."""
-    difference = largest = 0.0
+    differences = []
+    sizes = []
     for start in range(0, spec.shape[0], _ROWS):
         rows = slice(start, min(start + _ROWS, spec.shape[0]))
         left, right = (
             checkpoint.tensors[spec.key][rows].astype(np.float64) for checkpoint in (first, second)
         )
-        difference = max(difference, float(np.max(np.abs(left - right))))
-        largest = max(largest, float(np.max(np.abs(left))))
-    return difference / (largest or 1.0)
+        differences.append(np.max(np.abs(left - right)))
+        sizes.append(np.max(np.abs(left)))
+    return float(np.max(differences) / (np.max(sizes) or 1.0))
 
 
 def _compare_activations(
@@ -197,8 +203,7 @@ def _compare_activations(
     if first.tokenizer is not None:
         ids = np.array(prompt_ids(first.tokenizer, PROSE)[:_MAX_TOKENS])
     streams = [
-        one.config.embedding_multiplier * _read(one, "embed")[ids].astype(np.float64)
-        for one in both
+        one.config.embedding_multiplier * _read_rows(one.tensors["embed"], ids) for one in both
     ]
     yield Difference("activations", "embedding", relative_error(*reversed(streams)))
     stream = streams[0]
@@ -215,6 +220,12 @@ def _compare_activations(
             stream = left
     left, right = (_logits(one, stream) for one in both)
     yield Difference("activations", "logits", relative_error(right, left))
+
+
+def _read_rows(tensor: FileTensor, rows: np.ndarray) -> np.ndarray:
+    """Read some rows in float64, without the others."""
+    parts = [tensor[int(row) : int(row) + 1] for row in rows]
+    return np.concatenate(parts).astype(np.float64)
 
 
 def _read(checkpoint: Checkpoint, key: str) -> np.ndarray:
@@ -259,5 +270,6 @@ def _logits(
     config = checkpoint.config
     norm = _read(checkpoint, "final_norm").astype(np.float64)
     hidden = oracle.rms_norm(stream, norm, config.norm_eps) / config.logits_scaling
-    head = "embed" if config.tie_embeddings else "lm_head"
-    return hidden @ _read(checkpoint, head).astype(np.float64).T
+    head = checkpoint.tensors["embed" if config.tie_embeddings else "lm_head"]
+    parts = [hidden @ rows.astype(np.float64).T for rows in blocks(head, np.float32)]
+    return np.concatenate(parts, axis=1)

@@ -96,6 +96,14 @@ def run_check(check: Check) -> Check:
         return dataclasses.replace(check, problem=f"{type(raised).__name__}: {raised}")
 
 
+def detached(values: Any) -> Any:
+    """Return an array that NumPy takes, in float64 if it was PyTorch's.
+
+    NumPy takes no PyTorch tensor that has gradients, is on a GPU or in bfloat16.
+    """
+    return values.detach().cpu().double() if hasattr(values, "detach") else values
+
+
 def relative_error(actual: Any, expected: Any) -> float:
     """Compute ``max(abs(actual - expected)) / max(abs(expected))`` in float64.
 

@@ -158,11 +158,12 @@ def judge(
         fits.append((num_over, misfit, name, allowed))
         if not num_over and name in _EXACT:
             break
-    num_over, _, name, allowed = min(fits, key=operator.itemgetter(0, 1))
+    _, _, name, allowed = min(fits, key=operator.itemgetter(0, 1))
+    over = [group for group in errors if errors[group] > allowed[group]]
 
     # 3) The mistakes, unless the differences are as small as they can be.
     mistakes: list[Explained] = []
-    if num_over or name not in _EXACT:
+    if over or name not in _EXACT:
         for mistake in known_mistakes(model, max(len(row.ids) for row in rows)):
             on_progress(description=f"trying {mistake.about}")
             explained = _try(mistake, model, params, evidence, errors, allowed)
@@ -173,13 +174,12 @@ def judge(
     named = [one for one in named if one.score <= EQUAL * named[0].score]
 
     # 4) The verdict.
-    passed = not num_over and all(one.precision == name for one in named[:1])
+    passed = not over and all(one.precision == name for one in named[:1])
     size = f"{_rms(gaps):.1e} nats"
     if passed:
         about = PRECISIONS[name].about
         verdict = f"PASS: {evidence.peer} computes this checkpoint as {about} does ({size})"
     else:
-        over = [group for group in errors if errors[group] > allowed[group]]
         verdict = f"FAIL: {evidence.peer} differs by {size}{_places(over)}"
         verdict += _explanation(named, len(mistakes))
     return Judgment(
@@ -210,26 +210,26 @@ def _try(
 
     Long prompts, which take longest, are left out if short ones rule it out.
     """
+    answers = evidence.observed
+    if mistake.sees_ahead and evidence.is_split:
+        answers = split_places(answers)
+    rights = [one.row for one in answers]
+    wrongs = [mistake.change(row) for row in rights] if mistake.change else rights
+    if mistake.change and wrongs == rights:
+        return None
     config, wrong_params = mistake.misread(model.config, params)
-    changes_nothing = mistake.change is not None
     observed: list[Observed] = []
     gaps: list[np.ndarray] = []
     for is_long in (False, True):
-        part = [one for one in evidence.observed if (len(one.row.ids) > _LONG) == is_long]
-        if mistake.sees_ahead and evidence.is_split:
-            part = split_places(part)
-        rows = [one.row for one in part]
-        if mistake.change:
-            rows = [mistake.change(row) for row in rows]
-            changes_nothing = changes_nothing and rows == [one.row for one in part]
+        indices = [index for index, row in enumerate(rights) if (len(row.ids) > _LONG) == is_long]
+        part = [answers[index] for index in indices]
+        rows = [wrongs[index] for index in indices]
         observed += part
         gaps += differences(part, predict(config, wrong_params, rows, part, mistake.model))
         left = group_errors(observed, gaps)
         before = {group: errors[group] for group in left}
         if _score(left, allowed) > EQUAL * max(_score(before, allowed), 1.0):
             break
-    if changes_nothing:
-        return None
     return Explained(mistake.about, _rms(gaps), _score(left, allowed), mistake.precision)
 
 

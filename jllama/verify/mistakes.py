@@ -63,18 +63,13 @@ def known_mistakes(model: LanguageModel, longest: int) -> list[Mistake]:
     config = model.config
     mistakes = [*_wrong_fields(config, longest), *_wrong_weights(config)]
     for mutation in MUTATIONS:
-        if mutation.name == "cache +1":
-            mistakes.append(Mistake(mutation.about, change=functools.partial(_move_decoded, 1)))
-        elif not mutation.is_field and mutation.applies(config):
-            sees_ahead = mutation.name == "mask +1"
+        if mutation.about and mutation.applies(config):
             mistake = Mistake(mutation.about, mutation.misread, mutation.model)
-            mistakes.append(mistake._replace(sees_ahead=sees_ahead))
-    mistakes.append(
-        Mistake(
-            "decoded tokens one slot too early in the cache",
-            change=functools.partial(_move_decoded, -1),
-        )
-    )
+            mistakes.append(mistake._replace(sees_ahead=mutation.sees_ahead))
+    for distance, side in ((1, "far"), (-1, "early")):
+        change = functools.partial(_move_decoded, distance)
+        about = f"decoded tokens one slot too {side} in the cache"
+        mistakes.append(Mistake(about, change=change))
     mistakes += [
         Mistake(
             f"a context of {size:,} tokens, and what is before them dropped",

@@ -59,12 +59,13 @@ class Mutation(NamedTuple):
 
     Attributes:
         name: of the matrix's column.
-        about: what is wrong, as in "with ... our logits agree with theirs".
+        about: what is wrong, as in "with ... our logits agree with theirs"; empty if ``mistakes``
+            has it in another form.
         misread: takes the configuration and the parameters of a file, in the training layout, and
             returns what a wrong reader would.
         model: ``jllama.model``, or a copy of it with a mistake.
         applies: whether the mistake changes the logits of a model.
-        is_field: whether only a value of the configuration is wrong.
+        sees_ahead: whether later tokens of a prompt change what is predicted in a place.
     """
 
     name: str
@@ -72,7 +73,7 @@ class Mutation(NamedTuple):
     misread: Callable[[LlamaConfig, Params], Model] = lambda config, params: (config, params)
     model: types.ModuleType = model_with()
     applies: Callable[[LlamaConfig], bool] = lambda _: True
-    is_field: bool = False
+    sees_ahead: bool = False
 
 
 def _change_field(
@@ -87,10 +88,9 @@ def _wrong_field(name: str, field: str, change: Callable[[Any], Any]) -> Mutatio
     misread = functools.partial(_change_field, field, change)
     return Mutation(
         name,
-        f"another {field}",
+        "",
         misread,
         applies=lambda config: misread(config, {})[0] != config,
-        is_field=True,
     )
 
 
@@ -295,9 +295,10 @@ MUTATIONS = [
         "mask +1",
         "a mask that shows each token the next one",
         model=model_with(Mask=_mask_one_ahead),
+        sees_ahead=True,
     ),
     # Decoded tokens are off by one in the cache.
-    Mutation("cache +1", "decoded tokens one slot too far in the cache", model=_cache_one_ahead()),
+    Mutation("cache +1", "", model=_cache_one_ahead()),
     # Qwen 2's biases of queries, keys and values are not read.
     Mutation(
         "no bias",

@@ -11,6 +11,7 @@ from jllama.generation.text import prompt_ids
 from jllama.language_model import LanguageModel
 from jllama.templates.messages import message_ids
 from jllama.verify.checkpoint import PROSE
+from jllama.verify.checks import detached
 from jllama.verify.rows import TINY, Observed, Row
 from jllama.verify.server import Server, complete, generate, observe
 from jllama.web import RefusalError
@@ -97,11 +98,7 @@ def _row(kind: str, ids: Sequence[int] | np.ndarray, first_place: int) -> Row:
 
 def observe_function(function: Callable[[np.ndarray], Any], row: Row, num_likely: int) -> Observed:
     """Return the largest log-probabilities in each place, by a function of tokens to logits."""
-    logits = function(np.asarray(row.ids, np.int32))
-    if hasattr(logits, "detach"):
-        # NumPy takes no PyTorch tensor that has gradients, is on a GPU or in bfloat16.
-        logits = logits.detach().cpu().double()
-    logits = np.asarray(logits, np.float64)
+    logits = np.asarray(detached(function(np.asarray(row.ids, np.int32))), np.float64)
     if logits.ndim == 3:
         logits = logits[0]
     if logits.ndim != 2 or len(logits) != len(row.ids):

@@ -184,15 +184,17 @@ def differences(
     return gaps
 
 
+def cut_row(row: Row, place: int) -> Row:
+    """Return a row that ends with a place of interest."""
+    num_prompt = min(row.num_prompt, place + 1)
+    return row._replace(ids=row.ids[: place + 1], places=(place,), num_prompt=num_prompt)
+
+
 def split_places(observed: Sequence[Observed]) -> list[Observed]:
     """Return what was observed of each place by itself, whose row ends there."""
     return [
         Observed(
-            one.row._replace(
-                ids=one.row.ids[: place + 1],
-                places=(place,),
-                num_prompt=min(one.row.num_prompt, place + 1),
-            ),
+            cut_row(one.row, place),
             one.ids[index : index + 1],
             one.log_probs[index : index + 1],
         )

@@ -12,7 +12,7 @@ import numpy as np
 from jllama.errors import JllamaError
 from jllama.files import Json
 from jllama.tokenizers import Tokenizer
-from jllama.verify.rows import Observed, Row
+from jllama.verify.rows import Observed, Row, cut_row
 from jllama.web import RefusalError, open_url, request_json
 
 TOP = 5
@@ -148,17 +148,13 @@ def _agrees_with_itself(server: Server, row: Row, answers: Mapping[int, Likely])
     place = len(row.ids) - 2
     echoed = answers.get(place, {})
     try:
-        single = ask(dataclasses.replace(server, method=ONE_TOKEN), _cut(row, place))[place]
+        single = ask(dataclasses.replace(server, method=ONE_TOKEN), cut_row(row, place))[place]
     except (RefusalError, KeyError):
         return True  # it cannot be asked
     gaps = [abs(echoed[id] - single[id]) for id in echoed.keys() & single.keys()]
     if not gaps:
         return len(echoed) == 1  # it may tell the actual token's alone, which is unlikely
     return float(np.median(gaps)) < _AGREES
-
-
-def _cut(row: Row, place: int) -> Row:
-    return row._replace(ids=row.ids[: place + 1], num_prompt=place + 1)
 
 
 def ask(server: Server, row: Row, new_tokens: int = 1) -> dict[int, Likely]:
@@ -289,7 +285,7 @@ def observe(
             continue
         num_places = MAX_PLACES if len(row.ids) <= _LONG else MAX_PLACES // 3
         step = -(-len(row.places) // num_places)
-        jobs += [(index, _cut(row, place)) for place in row.places[::-step]]
+        jobs += [(index, cut_row(row, place)) for place in row.places[::-step]]
     answers: list[dict[int, Likely]] = [{} for _ in rows]
     with concurrent.futures.ThreadPoolExecutor(server.parallel) as pool:
         futures = {pool.submit(ask, server, row): index for index, row in jobs}

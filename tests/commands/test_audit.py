@@ -164,6 +164,19 @@ def test_the_first_different_tensor_and_operation_are_found(checkpoints, capsys)
     assert over == ["rope_theta", "layers/0/attention", "layers/1/attention"]
 
 
+def test_a_number_that_is_none_is_a_difference(checkpoints, capsys):
+    a, _, changed = checkpoints
+
+    def change(layers):
+        layers["w_up"] = layers["w_up"].copy()
+        layers["w_up"][0, 3, 2] = np.nan
+        return layers
+
+    found = run_json(capsys, bisect, a, changed(FILE, change))
+    assert "they differ first in weights, layers/0/w_up" in found["verdict"]
+    assert any(one["error"] is None for one in found["compared"])  # JSON has no NaN
+
+
 def test_two_runs_differ_first_at_a_step(small_run, copied, capsys):
     assert run_json(capsys, bisect, small_run.folder, copied)["passed"]
     metrics = copied / "metrics.jsonl"
