@@ -13,7 +13,7 @@ from flax.traverse_util import flatten_dict
 
 from jllama.checkpoints.run import CHECKPOINTS, METRICS, SAMPLES
 from jllama.checkpoints.run_checkpoints import RunCheckpoints
-from jllama.errors import UsageError
+from jllama.errors import JllamaError, UsageError
 from jllama.files import Json
 from jllama.training.checkpointing import restore_state
 from jllama.training.config import TrainConfig
@@ -52,6 +52,7 @@ def audit(
 
     Raises:
         UsageError: the run has no such steps, or learns from rewards.
+        JllamaError: it logged and saved nothing in these steps.
     """
     folder = Path(config.run_dir)
     if config.reward:
@@ -81,6 +82,11 @@ def audit(
         while run.step < last:
             compared += _take_step(run, saved, history, is_shown=run.step >= first)
             on_step(run.step)
+    if all(one.part == "session" for one in compared):
+        raise JllamaError(
+            f"{folder} has no figures of steps {first + 1} to {last}: choose a range with a line "
+            f"of {METRICS}, or train with --training.log_every 1"
+        )
     return Bisection(compared, TOLERANCES[compute_dtype(run.config, run.training.mesh).name])
 
 

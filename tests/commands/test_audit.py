@@ -12,7 +12,7 @@ from models import FILE
 
 import jllama
 from jllama.commands import audit, bisect
-from jllama.errors import UsageError
+from jllama.errors import JllamaError, UsageError
 from jllama.training.receipt import RECEIPT, describe_weights, read_receipt
 from jllama.verify.bisect import bisect as find_difference
 from jllama.verify.checks import random_params
@@ -98,6 +98,14 @@ def test_what_a_run_did_not_compute_is_found(copied, capsys):
     found = run_json(capsys, audit, copied, "--steps", "15:17")
     assert "first in training, step 15/embed" in found["verdict"]
     assert "their sessions differ in versions.jax" in found["verdict"]
+
+
+def test_steps_of_which_nothing_is_known_do_not_pass(copied):
+    metrics = copied / "metrics.jsonl"
+    lines = [line for line in metrics.read_text().splitlines() if "tokens_per_s" not in line]
+    metrics.write_text("".join(f"{line}\n" for line in lines))
+    with pytest.raises(JllamaError, match="has no figures of steps 2 to 3: choose a range"):
+        audit.main([str(copied), "--steps", "1:3"], "jllama")
 
 
 @pytest.mark.parametrize(
