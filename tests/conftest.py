@@ -3,6 +3,7 @@ into jllama.
 """
 
 import contextlib
+import gc
 import importlib.metadata
 import os
 import signal
@@ -59,6 +60,19 @@ def no_kept_programs():
     """A command that ran in this process does not change how later tests' programs are called."""
     yield
     programs._is_enabled.clear()
+
+
+def pytest_collection_finish():
+    gc.freeze()  # what was imported is not searched for garbage again and again
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_programs_of_earlier_modules():
+    """Drop a module's traces and programs, and do not search what stays for garbage again."""
+    yield
+    jax.clear_caches()
+    gc.collect()
+    gc.freeze()
 
 
 # A slow machine is no fault of what is tested: neither a deadline nor a limit on how long drawing
