@@ -31,6 +31,11 @@ def test_the_switch_checks_every_call(switch):
         assert re.search(r"Bool\[[\w.]*Array, 'batch vocab'\]", checked.stderr)
 
 
+def test_functions_without_shapes_are_checked_too():
+    checked = run("import jllama; jllama.preset(7)", "1")
+    assert "preset() parameter name=7 violates type hint <class 'str'>" in checked.stderr
+
+
 def test_without_beartype_it_says_what_to_install():
     missing = run("import sys; sys.modules['beartype'] = None; import jllama", "1")
     assert missing.stderr.splitlines()[-1] == (

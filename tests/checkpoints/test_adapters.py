@@ -3,6 +3,7 @@ unmerged.
 """
 
 import dataclasses
+import importlib
 import functools
 import json
 import os
@@ -12,7 +13,6 @@ import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
-import peft
 import pytest
 import safetensors.numpy
 import torch
@@ -39,6 +39,12 @@ CONFIG = dataclasses.replace(SMALL, vocab_size=97, head_dim=48, max_seq_len=80)
 TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 70))
 KINDS = {"lora": {}, "rslora": {"rank_stabilized": True}, "dora": {"dora": True}}
 TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def peft():
+    """Imported here, since that takes seconds, also in processes that run other tests."""
+    return importlib.import_module("peft")
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +118,7 @@ def test_a_run_that_trained_an_adapter_is_its_base_with_that(base, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_peft_loads_what_is_exported(base, kind, tmp_path):
+def test_peft_loads_what_is_exported(peft, base, kind, tmp_path):
     convert(run_of(base, kind), tmp_path / "peft", to="peft")
     model = peft.PeftModel.from_pretrained(transformers_model(base), tmp_path / "peft")
     assert model.active_peft_config.base_model_name_or_path == str(base)
@@ -120,7 +126,7 @@ def test_peft_loads_what_is_exported(base, kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_peft_saves_is_read(base, kind, tmp_path):
+def test_what_peft_saves_is_read(peft, base, kind, tmp_path):
     """And written as GGUF, unless it is a DoRA, and as PEFT's again, with the same bits."""
     targets = ["q_proj", "v_proj", "o_proj", "gate_proj"]
     options = {"use_rslora": kind == "rslora", "use_dora": kind == "dora"}
