@@ -3,8 +3,8 @@ unmerged.
 """
 
 import dataclasses
-import importlib
 import functools
+import importlib
 import json
 import os
 import re
