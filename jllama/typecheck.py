@@ -3,6 +3,7 @@
 ``JLLAMA_CHECK_SHAPES=1`` turns them on.
 """
 
+import functools
 import inspect
 import typing
 from typing import Any
@@ -30,22 +31,18 @@ def _may_have_shape(annotation: Any) -> bool:
     return any(map(_may_have_shape, typing.get_args(annotation)))
 
 
-def _jaxtyped_if_shaped(*arguments: Any, **options: Any) -> Any:
-    """Decorate as ``jaxtyping.jaxtyped`` does, but functions without shapes with beartype alone.
+def _jaxtyped_if_shaped(*functions: Any, **options: Any) -> Any:
+    """Decorate as ``jaxtyping.jaxtyped`` does, but ours without shapes with beartype alone.
 
-    Most functions have none; beartype alone checks them in a tenth of the time.
+    Most functions of jllama have none; beartype alone checks them in a tenth of the time.
     """
-    decorate = _jaxtyped(*arguments, **options)
-    if arguments:
-        return decorate
-
-    def decorate_if_shaped(function: Any) -> Any:
-        annotations = getattr(function, "__annotations__", {}).values()
-        if inspect.isfunction(function) and not any(map(_may_have_shape, annotations)):
-            return options["typechecker"](function)
-        return decorate(function)
-
-    return decorate_if_shaped
+    if not functions:
+        return functools.partial(_jaxtyped_if_shaped, **options)
+    (function,) = functions
+    is_ours = inspect.isfunction(function) and function.__module__.startswith("jllama")
+    if is_ours and not any(map(_may_have_shape, function.__annotations__.values())):
+        return typechecker(function)
+    return _jaxtyped(function, **options)
 
 
 # The hook looks for this name when a module is imported.

@@ -36,6 +36,17 @@ def test_functions_without_shapes_are_checked_too():
     assert "preset() parameter name=7 violates type hint <class 'str'>" in checked.stderr
 
 
+def test_decorators_of_others_stay_jaxtypings():
+    """Also those without a checker."""
+    code = (
+        "import jllama, jaxtyping\n"
+        "@jaxtyping.jaxtyped(typechecker=None)\n"
+        "def double(number: int): return 2 * number\n"
+        "print(double(4))"
+    )
+    assert run(code, "1").stdout == "8\n"
+
+
 def test_without_beartype_it_says_what_to_install():
     missing = run("import sys; sys.modules['beartype'] = None; import jllama", "1")
     assert missing.stderr.splitlines()[-1] == (
