@@ -58,6 +58,11 @@ class RunCheckpoints:
         copied_gb: int | None = None,
     ) -> None:
         self.folder = folder.resolve()
+        if "\\" in self.folder.as_posix():
+            raise JllamaError(
+                f"the folder {self.folder} has a backslash in its name, which tensorstore reads as "
+                "a slash: rename it"
+            )
         if not read_only:
             self._sweep()
         limits: Any = {"use_compression": False, "save_concurrent_gb": copied_gb}
@@ -174,7 +179,8 @@ class RunCheckpoints:
             for path in parameter_table(config):
                 store = {
                     "driver": "ocdbt",
-                    "base": f"file://{source}/params/",
+                    # A URL would decode "%41" in a folder's name.
+                    "base": {"driver": "file", "path": f"{source}/params/"},
                     "path": f"{path.replace('/', '.')}/",
                 }
                 array = {"driver": "zarr", "kvstore": store}

@@ -83,6 +83,21 @@ def test_every_bit_comes_back(finished):
     assert_same_bits(load_params(Checkpoint(CONFIG, checkpoints.tensors(20, CONFIG))), params)
 
 
+@pytest.mark.parametrize("name", ["x%41", "x%2Fy", "a b", "x?y", "x#y", "x|y", "%"])
+def test_a_name_is_no_url(tmp_path, name):
+    folders = {tmp_path / "xA": 1, tmp_path / "x" / "y": 1, tmp_path / name: 2}
+    for folder, seed in folders.items():
+        save(RunCheckpoints(folder), seed)
+    tensors = RunCheckpoints(tmp_path / name, read_only=True).tensors(2, CONFIG)
+    assert_same_bits(load_params(Checkpoint(CONFIG, tensors)), contents(2)[0])
+
+
+def test_a_backslash_in_a_name_is_refused(tmp_path):
+    with pytest.raises(JllamaError, match="has a backslash in its name"):
+        RunCheckpoints(tmp_path / "x\\y")
+    assert not [*tmp_path.iterdir()]
+
+
 def test_the_arrays_may_be_donated_as_soon_as_save_returns(tmp_path):
     checkpoints = RunCheckpoints(tmp_path)
     params, state = contents(1)
