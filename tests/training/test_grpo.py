@@ -107,7 +107,7 @@ def test_ten_steps_have_torchs_losses():
     torch computes in float64.
     """
     options = GrpoConfig(group_size=4, clip_high=0.28, importance_cap=1.2, kl=0.1)
-    batches = [sampled_answers(10 + step % 5) for step in range(10)]
+    batches = [sampled_answers(40 + step % 5) for step in range(10)]
     optimizer = dataclasses.replace(tuning.OPTIMIZER, learning_rate=3e-4)
     training = compiled("full", optimizer=optimizer, grpo=options)
     state = tuning.begun("full", training)
