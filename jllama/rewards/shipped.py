@@ -15,7 +15,11 @@ from jllama.templates.template import render
 Reward = Callable[[Any, Sequence[str], Mapping[str, Any]], Sequence[float]]
 """``(prompt, answers, row) -> scores``, one for each answer."""
 
-_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[-+]?\.\d+")
+_NUMBER = re.compile(
+    r"(?<![\d.])(?<!\d[-+*/^])"  # not in the middle of a number or of an expression
+    r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)"
+    r"(?!\d|[.,]\d|[-+*/^]\d)"
+)
 
 
 def field(row: Mapping[str, Any], name: str) -> Any:
@@ -39,23 +43,30 @@ def exact(argument: str) -> Reward:
 def number(argument: str) -> Reward:
     """Reward answers whose last number is that of the field ``answer``, or the one named.
 
-    Numbers may have signs, decimals, and commas between thousands.
+    Numbers may have signs, decimals, and commas between thousands. Expressions such as 5-3 are no
+    numbers. The field is a number and nothing else, or ends with ``####`` and a number, as those of
+    GSM8K do.
     """
     name = argument or "answer"
 
     def score(prompt: Any, answers: Sequence[str], row: Mapping[str, Any]) -> list[float]:
-        expected = last_number(str(field(row, name)))
-        if expected is None:
-            raise JllamaError(f"the row's field {name} has no number")
+        text = str(field(row, name)).rpartition("####")[2].strip()
+        expected = last_number(text)
+        if not _NUMBER.fullmatch(_with_ascii_signs(text)):
+            raise JllamaError(f"the row's field {name} is {text!r}, where a number should be")
         return [float(last_number(answer) == expected) for answer in answers]
 
     return score
 
 
 def last_number(text: str) -> float | None:
-    """Return the last number in a text, or None."""
-    matches = _NUMBER.findall(text)
+    """Return the last number in a text that is no part of an expression, or None."""
+    matches = _NUMBER.findall(_with_ascii_signs(text))
     return float(matches[-1].replace(",", "")) if matches else None
+
+
+def _with_ascii_signs(text: str) -> str:
+    return text.replace("\N{MINUS SIGN}", "-")
 
 
 def regex(argument: str) -> Reward:

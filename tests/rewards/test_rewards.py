@@ -39,6 +39,10 @@ def scores(spec, answers, row=None, prompt="?"):
         ("number", {"answer": "1,234.5"}, ["1234.5", "1,234.50"], ["1234", "234.5"]),
         ("number", {"answer": -7}, ["-7", "it is -7 degrees"], ["7"]),
         ("number:n", {"n": 0.5}, [".5", "0.50"], ["5"]),
+        ("number", {"answer": -5}, ["\u22125", "x = \u22125.0", "-5"], ["5", "10-5", "10\u22125"]),
+        ("number", {"answer": "\u22125"}, ["-5"], ["5"]),
+        ("number", {"answer": 3}, ["5-2 = 3", "(3)"], ["5-3", "1*3", "1+3", "3/4", "2^3", "1.3.3"]),
+        ("number", {"answer": "2+2 is 4\n#### 1,004"}, ["1004"], ["4"]),
         (r"regex:[a-c]+", {}, ["abc", " a "], ["", "abd", "x abc"]),
         ("regex", {"pattern": "a.b"}, ["a\nb"], ["ab"]),
         ("regex:a:b", {}, ["a:b"], ["a"]),
@@ -50,6 +54,12 @@ def scores(spec, answers, row=None, prompt="?"):
 )
 def test_shipped_rewards(spec, row, right, wrong):
     assert scores(spec, right + wrong, row) == [1.0] * len(right) + [0.0] * len(wrong)
+
+
+@pytest.mark.parametrize("field", ["1/2", "5-3", "10^3", "1e3", "4 or 5", "five", "", "#### x"])
+def test_a_field_that_is_no_number_is_refused(field):
+    with pytest.raises(JllamaError, match="where a number should be"):
+        scores("number", ["2"], {"answer": field})
 
 
 def test_length_takes_off_what_is_too_much():
@@ -65,8 +75,8 @@ def test_a_number_is_found_however_it_is_written(number, text):
 
 @given(answers=st.lists(st.text(max_size=30), max_size=5), expected=st.text(max_size=10))
 def test_every_answer_has_a_score(answers, expected):
-    row = {"answer": expected + "1", "pattern": "a*", "schema": SCHEMA}
-    for spec in ("exact", "number", "regex", "json", "expression:answer|length", "length:5"):
+    row = {"answer": expected + "1", "n": 1, "pattern": "a*", "schema": SCHEMA}
+    for spec in ("exact", "number:n", "regex", "json", "expression:answer|length", "length:5"):
         found = scores(spec, answers, row)
         assert len(found) == len(answers)
         assert all(isinstance(score, float) and math.isfinite(score) for score in found)
