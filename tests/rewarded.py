@@ -19,7 +19,7 @@ from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
-from models import SERVED, weights
+from models import SERVED, random_params
 
 import jllama
 from jllama import GrpoConfig, LoopConfig, OptimizerConfig, SamplingParams, TrainConfig
@@ -49,9 +49,10 @@ FEW_LETTERS = "expression:-(answer | list | unique | list | length)"
 """A reward that random answers differ in."""
 
 
-def prepare(folder):
+def prepare(folder, seed=0):
     """Write a random model with a tokenizer, and prompts."""
-    jllama.save(LanguageModel(CONFIG, weights(CONFIG), BytesTokenizer()), folder / "base", "orbax")
+    model = LanguageModel(CONFIG, random_params(CONFIG, seed), BytesTokenizer())
+    jllama.save(model, folder / "base", "orbax")
     with (folder / "prompts.jsonl").open("w") as file:
         for number in range(20):
             row = {"prompt": f"What is the sum of {number:02}+{number:02}?", "number": number}

@@ -61,15 +61,15 @@ def _other_arrays(state: TrainState, key: Any, trained: Params | None) -> dict[s
 
 
 def check_origin(
-    meta: Json, corpus: str, base_fingerprint: str | None, checkpoints: RunCheckpoints, step: int
+    meta: Json, corpus: str, origin_meta: Json, checkpoints: RunCheckpoints, step: int
 ) -> None:
-    """Raise ``JllamaError`` if a checkpoint was trained on other data or of another base."""
+    """Raise ``JllamaError`` if a checkpoint was trained on other data or from another model."""
     folder = checkpoints.folder
     problem = ""
     identity = meta.get("identity", {})  # version 0.1.0 wrote one
     if corpus not in (meta.get("corpus"), *identity.values()):
         problem = f"the corpus or its tokenizer has changed since {folder / str(step)} was saved"
-    elif meta.get("base_fingerprint") != base_fingerprint:
+    elif any(meta.get(name, value) != value for name, value in origin_meta.items()):
         problem = f"init_from is not the model that the run {folder.parent} began from"
     if problem:
         raise JllamaError(

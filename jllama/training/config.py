@@ -372,3 +372,8 @@ class TrainConfig:
     def trains_adapters(self) -> bool:
         """Whether only adapters are trained."""
         return self.lora.rank > 0
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether rewards are weighed against the divergence from a reference model."""
+        return bool(self.reward) and self.training.grpo.kl > 0

@@ -447,9 +447,8 @@ def save(run: Run, evaluation: Evaluation | None) -> None:
         "batches": run.batches.get_state(),
         "corpus": run.data.fingerprint,
         "seconds": tracker.seconds(),
+        **run.origin_meta,
     }
-    if run.base_fingerprint:
-        meta["base_fingerprint"] = run.base_fingerprint
     loss = evaluation.validation_loss if evaluation else None
     run.receipt["weights"][str(run.step)] = describe_weights(run.training.weights(run.state))
     write_receipt(run.tracker.folder, run.receipt)

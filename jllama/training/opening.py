@@ -20,7 +20,7 @@ from jllama.checkpoints.tensors import Checkpoint, base_fingerprint, load_params
 from jllama.data.batches import Batch, chat_validation_batches
 from jllama.data.datasets import BatchSource, ChatDataset, TrainingData
 from jllama.data.prompts import PromptDataset
-from jllama.data.tokens import SPLITS
+from jllama.data.tokens import SPLITS, sha256
 from jllama.devices import (
     describe_devices,
     describe_driver,
@@ -46,7 +46,7 @@ from jllama.training.checkpointing import check_origin, restore_state
 from jllama.training.config import TrainConfig
 from jllama.training.metrics import Evaluation
 from jllama.training.optimizer import make_optimizer
-from jllama.training.receipt import begin_receipt
+from jllama.training.receipt import begin_receipt, describe_weights
 from jllama.training.resolve import resolve
 from jllama.training.rollouts import Rollouts, Sampler, drawn_settings
 from jllama.training.step import (
@@ -71,7 +71,7 @@ class Run:
     data: TrainingData | PromptDataset
     origin: Checkpoint | None  # the checkpoint of ``init_from``
     training: Training
-    base_fingerprint: str | None  # of the weights under adapters
+    origin_meta: Json  # fingerprints of the model that adapters or rewards need again
     checkpoints: RunCheckpoints
     tracker: Tracker
     batches: Any  # an endless iterator with a state
@@ -130,8 +130,7 @@ def open_run(
     training = compile_training(config, compiler_options=autotuning_options(config, folder))
     check_memory(config, training)
     state = None
-    has_reference = isinstance(data, PromptDataset) and config.training.grpo.kl > 0
-    if config.trains_adapters or has_reference or not resumes:
+    if config.trains_adapters or config.has_reference or not resumes:
         state = load_initial_state(config, training, origin)
     if replaces:
         run_folder.clear(folder)
@@ -139,18 +138,19 @@ def open_run(
         initial = None if resumes else state
         data = add_reference_log_probs(data, folder, config, training, initial)
 
+    origin_meta = describe_origin(config, origin, state)
+
     # The checkpoint to resume from.
     if isinstance(data, PromptDataset):
-        batches = open_rollouts(data, config, training, origin, state if has_reference else None)
+        batches = open_rollouts(data, config, training, origin, state)
     else:
         batches = open_batches(data, config, training)
     tracker = Tracker(config, folder, console, callbacks)
-    fingerprint = base_fingerprint(origin) if config.trains_adapters and origin else None
     checkpoints = RunCheckpoints(folder / CHECKPOINTS, config.training.keep_last)
     done = {}
     if resumes:
         state, meta = restore_state(checkpoints, training, step, state and state.base)
-        check_origin(meta, data.fingerprint, fingerprint, checkpoints, step)
+        check_origin(meta, data.fingerprint, origin_meta, checkpoints, step)
         batches.set_state(meta["batches"])
         tracker.start_s -= meta["seconds"]
         done = last_records(folder, step)
@@ -169,7 +169,7 @@ def open_run(
         data,
         origin,
         training,
-        fingerprint,
+        origin_meta,
         checkpoints,
         tracker,
         batches,
@@ -180,6 +180,17 @@ def open_run(
     )
     log_facts(run)
     return run
+
+
+def describe_origin(
+    config: TrainConfig, origin: Checkpoint | None, initial: TrainState | None
+) -> Json:
+    """Return fingerprints of what a resumed run reads again: adapters' base, or the reference."""
+    if config.trains_adapters and origin:
+        return {"base_fingerprint": base_fingerprint(origin)}
+    if config.has_reference and initial:
+        return {"reference_fingerprint": sha256(describe_weights(initial.params))}
+    return {}
 
 
 def last_records(folder: Path, step: int) -> dict[str, int]:
@@ -332,7 +343,7 @@ def open_rollouts(
     origin: Checkpoint | None,
     initial: TrainState | None,
 ) -> Rollouts:
-    """Return batches of the model's own answers; ``initial`` is the reference model's state."""
+    """Return batches of the model's own answers; ``initial`` is the state before training."""
     assert origin is not None
     if jax.process_count() > 1:
         raise UsageError(f"reward is {config.reward}; it must be left out with several processes")
@@ -343,7 +354,7 @@ def open_rollouts(
     template, stop_ids = chat_format(data.tokenizer, origin.chat_template, origin.stop_ids)
     model = LanguageModel(config.model, {}, data.tokenizer, template, stop_ids)
     reference = None
-    if initial:
+    if config.has_reference and initial:
         # The step donates its state, so that the reference needs parameters of its own.
         reference = jax.tree.map(jnp.copy, initial.params)
     sampler = Sampler(model, config, training)

@@ -52,7 +52,9 @@ def resolve(
     origin = None
     tokenizer = None
     if config.init_from:
-        origin = _open_origin(config, None if config.trains_adapters else folder)
+        # Adapters need their base again, and rewards the reference model.
+        needs_origin = config.trains_adapters or config.has_reference
+        origin = _open_origin(config, None if needs_origin else folder)
         tokenizer = origin.tokenizer
     elif folder and config.data.tokenizer == "bpe":
         # A later version may train another tokenizer on the same text.

@@ -5,6 +5,7 @@ says nothing does, and that a run is the same again, whole or resumed.
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 import rewarded
 from helpers import assert_same_bits
+from models import weights
 from rewarded import GRPO, LOOP, largest_mismatch, lines, train
 
 from jllama.config import LoraConfig
@@ -77,12 +79,28 @@ def test_answers_are_side_by_side_over_time(run):
         assert title in page
 
 
-def test_a_resumed_run_is_the_same(folder, run):
+ADAPTERS = LoraConfig(rank=4, alpha=8.0)
+RESUMED = {
+    "weights": {},
+    "weights, divergence, two updates": {"grpo": dataclasses.replace(GRPO, kl=0.5, updates=2)},
+    "adapters, divergence, exact": {
+        "grpo": dataclasses.replace(GRPO, kl=0.5, exact=True),
+        "lora": ADAPTERS,
+    },
+}
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_a_resumed_run_is_the_same(folder, run, case):
     """Two steps and then two more: the same answers, rewards and bits."""
+    options = RESUMED[case]
+    if options:
+        run = train(folder, f"whole {case}", **options)
+    halves = f"halves {case}"
     half = dataclasses.replace(LOOP, steps=2)
-    train(folder, "halves", loop=half)
-    train(folder, "halves", resume="auto", resume_with_changes=True)
-    assert_same_bits(arrays(folder / "halves", 4), arrays(run, 4))
+    train(folder, halves, loop=half, **options)
+    train(folder, halves, resume="auto", resume_with_changes=True, **options)
+    assert_same_bits(arrays(folder / halves, 4), arrays(run, 4))
 
     def answers(run):
         return [(a["step"], a["prompt"], a["text"]) for a in lines(run, "text", "samples.jsonl")]
@@ -91,8 +109,19 @@ def test_a_resumed_run_is_the_same(folder, run):
         names = ("reward", "answer_tokens", "mismatch_max", "loss")
         return [[record[name] for name in names] for record in lines(run, "reward")]
 
-    assert answers(folder / "halves") == answers(run)
-    assert figures(folder / "halves") == figures(run)
+    assert answers(folder / halves) == answers(run)
+    assert figures(folder / halves) == figures(run)
+
+
+def test_another_reference_model_is_refused(tmp_path):
+    """A resumed run reads ``init_from`` again; it must be what the run began from."""
+    rewarded.prepare(tmp_path)
+    options = {"grpo": dataclasses.replace(GRPO, kl=0.5)}
+    train(tmp_path, "run", loop=dataclasses.replace(LOOP, steps=2), **options)
+    shutil.rmtree(tmp_path / "base")
+    rewarded.prepare(tmp_path, seed=1)
+    with pytest.raises(JllamaError, match="init_from is not the model that the run"):
+        train(tmp_path, "run", resume="auto", resume_with_changes=True, **options)
 
 
 def test_a_constant_reward_changes_nothing(folder):
@@ -101,7 +130,7 @@ def test_a_constant_reward_changes_nothing(folder):
     assert {record["no_signal"] for record in lines(constant, "reward")} == {1.0}
     assert {record["grad_norm"] for record in lines(constant, "reward")} == {0.0}
     last = jax.tree.map(np.asarray, arrays(constant, 4)["params"])
-    assert_same_bits(last, jax.tree.map(np.asarray, rewarded.weights(rewarded.CONFIG)))
+    assert_same_bits(last, jax.tree.map(np.asarray, weights(rewarded.CONFIG)))
 
 
 def test_several_updates_are_from_the_same_answers(folder):
@@ -109,7 +138,7 @@ def test_several_updates_are_from_the_same_answers(folder):
     ratios of 1 and no divergence, the second has both.
     """
     grpo = dataclasses.replace(GRPO, updates=2, kl=0.1)
-    run = train(folder, "updates", grpo=grpo, lora=LoraConfig(rank=4, alpha=8.0))
+    run = train(folder, "updates", grpo=grpo, lora=ADAPTERS)
     assert [record["step"] for record in lines(run, "reward")] == [2, 4]
     figures = [record["figures"] for record in lines(run, "figures")]
     assert all(record["ratio_change"] > 1e-4 for record in figures)
