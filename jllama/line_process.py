@@ -1,6 +1,11 @@
-"""Child processes that answer each line with a line, and are killed when that takes too long."""
+"""Child processes that answer each line with a line, and are killed when that takes too long.
+
+Each leads a session of its own, and is killed together with all processes of its group.
+"""
 
 import contextlib
+import os
+import signal
 import subprocess
 import threading
 
@@ -15,7 +20,7 @@ def ask(process: Process, line: bytes, limit_s: float, max_bytes: int = -1) -> b
     """
     assert process.stdin is not None
     assert process.stdout is not None
-    clock = threading.Timer(limit_s, process.kill)
+    clock = threading.Timer(limit_s, kill, (process,))
     clock.start()
     try:
         process.stdin.write(line)
@@ -24,14 +29,20 @@ def ask(process: Process, line: bytes, limit_s: float, max_bytes: int = -1) -> b
     except OSError:  # it has ended
         return b""
     except BaseException:  # the reply would be taken for that to the next line
-        process.kill()
+        kill(process)
         raise
     finally:
         clock.cancel()
 
 
+def kill(process: Process) -> None:
+    """Kill a process and what it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 def end(process: Process) -> None:
-    """Kill a process and close its pipes."""
-    process.kill()
+    """Kill a process and what it has started, and close its pipes."""
+    kill(process)
     with contextlib.suppress(OSError):  # closing its stdin flushes what it has not read
         process.__exit__(None, None, None)

@@ -1,7 +1,10 @@
 """What runs rewards: in this process, or in others that may hang or die."""
 
 import functools
+import itertools
 import json
+import math
+import os
 import queue
 import subprocess
 import sys
@@ -17,9 +20,15 @@ from jaxtyping import Float64
 from jllama import line_process
 from jllama.errors import JllamaError, UsageError, unknown_name
 from jllama.line_process import Process
-from jllama.rewards.shipped import REWARDS, Reward
+from jllama.rewards.shipped import REWARDS, Reward, checked_scores
 
 START_S = 300.0  # that a file of rewards may take to import what it needs
+_FOLDER = str(Path(__file__).parents[2])  # where jllama is, if it is not installed
+_PROGRAM = """
+import runpy, sys
+sys.path.append(sys.argv[1])
+runpy.run_module(sys.argv[2], run_name="__main__")
+"""
 _Table = Float64[np.ndarray, "prompts answers"]
 
 
@@ -28,10 +37,11 @@ class RewardError(JllamaError):
 
 
 class Scores(NamedTuple):
-    """Rewards of the answers to some prompts."""
+    """Rewards of the answers to some prompts; NaN where there is none."""
 
     total: _Table  # the weighted sum of the parts
     parts: dict[str, _Table]  # by the rewards' specifications
+    problems: list[str]  # why answers have no reward; a reward may also return None
 
 
 class Scorer:
@@ -95,20 +105,32 @@ class Scorer:
     ) -> Scores:
         """Return the rewards of each prompt's answers; all have the same number of answers.
 
+        A reward fails if it raises, takes too long, or does not return a finite number or None for
+        each answer. The answers to this prompt then have no reward.
+
         Raises:
-            RewardError: a reward raised, took too long, or did not return a finite number for each
-                answer; the message has the ``place`` of the prompt.
+            RewardError: no answer has a reward; the message has the ``place`` of a prompt.
         """
         parts = {}
+        problems = []
         for spec, reward in self.rewards.items():
             score = functools.partial(_scores, spec, reward)
-            results = self._pool.map(score, prompts, answers, rows, places)
-            parts[spec] = np.array([*results], np.float64)
-        total = sum(self.weights[spec] * part for spec, part in parts.items())
-        return Scores(np.asarray(total), parts)
+            try:
+                results = [*self._pool.map(score, prompts, answers, rows, places)]
+            except BaseException:  # Ctrl-C does not wait for rewards
+                self.close()
+                raise
+            problems += [result for result in results if isinstance(result, str)]
+            unscored = [None] * len(answers[0])
+            table = [unscored if isinstance(result, str) else result for result in results]
+            parts[spec] = np.array(table, np.float64)
+        total = np.asarray(sum(self.weights[spec] * part for spec, part in parts.items()))
+        if np.isnan(total).all():
+            raise RewardError(next(iter(problems), "the rewards gave no answer a score"))
+        return Scores(total, parts, problems)
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes, busy ones too."""
         for reward in self.rewards.values():
             if isinstance(reward, _Workers):
                 reward.close()
@@ -117,24 +139,22 @@ class Scorer:
 
 def _scores(
     spec: str, reward: Reward, prompt: Any, answers: Sequence[str], row: Any, place: str
-) -> list[float]:
-    """Return a reward's checked scores of the answers to one prompt."""
+) -> list[float | None] | str:
+    """Return a reward's checked scores of the answers to one prompt, or why there are none."""
     try:
-        scores = [float(score) for score in reward(prompt, answers, row)]
+        scores = checked_scores(reward(prompt, answers, row))
     except Exception as error:
         problem = (
             str(error) if isinstance(error, JllamaError) else f"{type(error).__name__}: {error}"
         )
-        raise RewardError(f"the reward {spec} failed for {place}: {problem}") from error
+        return f"the reward {spec} failed for {place}: {problem}"
     if len(scores) != len(answers):
-        raise RewardError(
+        return (
             f"the reward {spec} returned {len(scores)} scores for the {len(answers)} answers to "
             f"{place}"
         )
-    if not np.isfinite(scores).all():
-        raise RewardError(
-            f"the reward {spec} returned a score that is no finite number for {place}"
-        )
+    if not all(score is None or math.isfinite(score) for score in scores):
+        return f"the reward {spec} returned a score that is no finite number for {place}"
     return scores
 
 
@@ -145,50 +165,62 @@ class _Workers:
         self.spec = spec
         self.limit_s = limit_s
         self.idle = queue.Queue[Any]()
+        self.processes: set[Process] = set()
+        self.numbers = itertools.count(1)
         for _ in range(num_processes - 1):
             self.idle.put(None)
         self.idle.put(self._start())  # a file that cannot be imported is an error at once
 
-    def __call__(self, prompt: Any, answers: Sequence[str], row: Any) -> list[float]:
+    def __call__(self, prompt: Any, answers: Sequence[str], row: Any) -> list[float | None]:
         process = self.idle.get()
         try:
             if process is None or process.poll() is not None:
                 process = self._start()
-            request = json.dumps([prompt, [*answers], row]) + "\n"
-            return self._ask(process, request, self.limit_s)
+            number = next(self.numbers)
+            request = json.dumps([number, prompt, [*answers], row]) + "\n"
+            return self._ask(process, request, number, self.limit_s)
         finally:
             self.idle.put(process)
 
     def _start(self) -> Process:
+        arguments = [self.spec, str(os.getpid())]
         process = subprocess.Popen(
-            [sys.executable, "-m", "jllama.rewards.worker", self.spec],
+            # Not by "-m", which looks for modules in the current folder.
+            [sys.executable, "-P", "-c", _PROGRAM, _FOLDER, "jllama.rewards.worker", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
+        self.processes.add(process)
         try:
-            self._ask(process, "", START_S)
+            self._ask(process, "", 0, START_S)
         except JllamaError as error:
-            line_process.end(process)
+            self._end(process)
             raise JllamaError(f"the reward {self.spec} cannot be loaded: {error}") from error
         return process
 
-    def _ask(self, process: Process, line: str, limit_s: float) -> list[float]:
+    def _ask(self, process: Process, line: str, number: int, limit_s: float) -> list[float | None]:
         """Return the scores of a request, a line; of an empty line none."""
         start_s = time.monotonic()
         reply = line_process.ask(process, line.encode(), limit_s)
         if not reply.endswith(b"\n"):
-            line_process.end(process)
+            self._end(process)
             is_late = time.monotonic() - start_s >= limit_s
-            raise JllamaError(f"it took over {limit_s:g} s" if is_late else "its process ended")
-        scores = json.loads(reply)
+            ending = f"its process ended (exit code {process.returncode})"
+            raise JllamaError(f"it took over {limit_s:g} s" if is_late else ending)
+        reply_number, scores = json.loads(reply)
+        if reply_number != number:
+            self._end(process)
+            raise JllamaError("its process gave two answers: perhaps it has made a copy of itself")
         if isinstance(scores, str):
             raise JllamaError(scores)
         return scores
 
+    def _end(self, process: Process) -> None:
+        line_process.end(process)
+        self.processes.discard(process)
+
     def close(self) -> None:
         """End the processes."""
-        while not self.idle.empty():
-            process = self.idle.get()
-            if process:
-                line_process.end(process)
+        for process in [*self.processes]:
+            self._end(process)

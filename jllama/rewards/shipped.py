@@ -12,14 +12,22 @@ from jllama.errors import JllamaError, UsageError
 from jllama.files import errors_as
 from jllama.templates.template import render
 
-Reward = Callable[[Any, Sequence[str], Mapping[str, Any]], Sequence[float]]
-"""``(prompt, answers, row) -> scores``, one for each answer."""
+Reward = Callable[[Any, Sequence[str], Mapping[str, Any]], Sequence[float | None]]
+"""``(prompt, answers, row) -> scores``, one for each answer; None leaves an answer out."""
 
 _NUMBER = re.compile(
     r"(?<![\d.])(?<!\d[-+*/^])"  # not in the middle of a number or of an expression
     r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)"
     r"(?!\d|[.,]\d|[-+*/^]\d)"
 )
+
+
+def checked_scores(scores: Any) -> list[float | None]:
+    """Return a reward's scores as floats; raise ``TypeError`` if they are no list of numbers."""
+    if isinstance(scores, str | bytes | Mapping):
+        kind = type(scores).__name__
+        raise TypeError(f"it returned a {kind}, where a list of a number for each answer should be")
+    return [None if score is None else float(score) for score in scores]
 
 
 def field(row: Mapping[str, Any], name: str) -> Any:

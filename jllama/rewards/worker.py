@@ -1,18 +1,22 @@
 """A process that computes rewards: it may hang or die without the run.
 
-Its argument is the specification of a reward. It answers each line
-of its input, JSON of ``[prompt, answers, row]``, with a line: JSON of the scores, or of a message.
-Before, it writes a line when the reward is loaded.
+It answers each line of its input, JSON of ``[number, prompt, answers, row]``, with a line: JSON of
+``[number, result]``, where the result is the scores, or a message. Before, it writes such a line,
+with number 0, when the reward is loaded. It ends with its parent.
 """
 
 import importlib.util
 import json
 import os
+import signal
 import sys
+import threading
+import time
+import traceback
 from pathlib import Path
 from typing import Any
 
-from jllama.rewards.shipped import REWARDS
+from jllama.rewards.shipped import REWARDS, checked_scores
 
 
 def load_function(spec: str) -> Any:
@@ -34,24 +38,47 @@ def load_function(spec: str) -> Any:
     return getattr(module, name)
 
 
-def main(spec: str) -> None:
-    """Answer requests until the input ends."""
+def describe_error(spec: str, error: BaseException) -> str:
+    """Describe an error, with the last line of the reward's own file that it passed."""
+    path = spec.rpartition(":")[0]
+    lines = [
+        f" ({path}, line {frame.lineno})"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename == path
+    ]
+    return f"{type(error).__name__}: {error}{''.join(lines[-1:])}"
+
+
+def end_with_parent(parent: int) -> None:
+    """Kill this process and all of its group as soon as its parent is another one."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os.killpg(0, signal.SIGKILL)
+
+
+def main(spec: str, parent: int) -> None:
+    """Answer requests until the input ends; ``parent`` is the process that starts this one."""
+    threading.Thread(target=end_with_parent, args=(parent,), daemon=True).start()
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a reward prints is no reply
+    process = os.getpid()
     function: Any = None
-    reply: Any = []
+    result: Any = []
     try:
         function = load_function(spec)
     except BaseException as error:
-        reply = f"{type(error).__name__}: {error}"
-    print(json.dumps(reply), file=replies, flush=True)
+        result = describe_error(spec, error)
+    print(json.dumps([0, result]), file=replies, flush=True)
     for line in sys.stdin:
+        number, *request = json.loads(line)
         try:
-            reply = [float(score) for score in function(*json.loads(line))]
+            result = checked_scores(function(*request))
         except Exception as error:
-            reply = f"{type(error).__name__}: {error}"
-        print(json.dumps(reply), file=replies, flush=True)
+            result = describe_error(spec, error)
+        if os.getpid() != process:  # a copy that the reward has made by a fork
+            os._exit(0)
+        print(json.dumps([number, result]), file=replies, flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[3], int(sys.argv[4]))

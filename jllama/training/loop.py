@@ -323,6 +323,9 @@ def log(run: Run) -> None:
     if isinstance(run.batches, Rollouts):
         record |= rollout_record(run.batches.records, elapsed_s)
         run.batches.records = []
+        for step, problem in run.batches.problems.items():
+            tracker.say(f"step {step}: some answers have no reward: {problem}", "yellow")
+        run.batches.problems = {}
     record |= {
         "planned_bytes": run.planned_bytes,
         "peak_bytes": peak,
@@ -360,15 +363,21 @@ def log_skipped(run: Run, step: int, metrics: StepMetrics, batch: Batch) -> None
     tracker.write(step, skipped=True, loss=loss, grad_norm=norm)
     tracker.write(step, SKIPPED, tokens=np.asarray(batch.tokens).tolist())
     problem = "the loss or its gradient is not a finite number"
-    if isinstance(run.batches, Rollouts):
-        problem = run.batches.problems.pop(step, problem)
+    has_no_reward = isinstance(run.batches, Rollouts) and step in run.batches.problems
+    if has_no_reward:
+        problem = run.batches.problems.pop(step)
     if loss is not None and norm is not None:
         problem = f"the gradient's norm, {norm:.3g}, is a spike"
     tracker.say(f"step {step} is left out, its batch is in {SKIPPED}: {problem}", "yellow")
     diverged_at_end = norm is None and step == options.steps and run.num_skipped > 1
     if diverged_at_end or run.num_skipped >= options.max_skipped:
         in_a_row = f" ({run.num_skipped} steps in a row)" if run.num_skipped > 1 else ""
-        raise_failure(run, f"{problem} at step {step}{in_a_row}")
+        problem = f"{problem} at step {step}{in_a_row}"
+        if not has_no_reward:
+            raise_failure(run, problem)
+        if not is_saved(run):
+            save(run, None)
+        raise_failure(run, problem, "mend the reward, and resume the run")
 
 
 def evaluate_now(run: Run) -> Evaluation | None:
@@ -522,13 +531,15 @@ def notify(run: Run, name: str, figures: Mapping[str, Any]) -> None:
     run.tracker.notify(Event(name, run.step, figures, functools.partial(copy_current_model, run)))
 
 
-def raise_failure(run: Run, problem: str) -> NoReturn:
+def raise_failure(
+    run: Run,
+    problem: str,
+    advice: str = "try a lower optimizer.learning_rate or optimizer.clip_norm",
+) -> NoReturn:
     """End the run with an error that names the last good checkpoint."""
     run.checkpoints.wait()
     steps = run.checkpoints.steps()
     last = "no checkpoint had been saved yet"
     if steps:
         last = f"the last good checkpoint is of step {steps[-1]}"
-    raise JllamaError(
-        f"{problem}; {last}: try a lower optimizer.learning_rate or optimizer.clip_norm"
-    )
+    raise JllamaError(f"{problem}; {last}: {advice}")

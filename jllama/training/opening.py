@@ -37,7 +37,7 @@ from jllama.model import check_attention
 from jllama.parameters import count_parameters
 from jllama.progress import progress
 from jllama.report import run_facts
-from jllama.rewards import Scorer
+from jllama.rewards import RewardError, Scorer
 from jllama.sharding import ruleset
 from jllama.templates.messages import chat_format
 from jllama.tokenizers import has_tokenizer
@@ -123,9 +123,8 @@ def open_run(
             return final
 
     # The programs, and the state before the first step.
-    warning = idle_accelerator()
-    if warning:
-        console.print(f"warning: {warning}", style="yellow")
+    scorer = open_scorer(config, data)
+    warn_of_idle_accelerator(console)
     distributed.check_same({"the corpus": data.fingerprint, "the last checkpoint": step})
     training = compile_training(config, compiler_options=autotuning_options(config, folder))
     check_memory(config, training)
@@ -142,7 +141,7 @@ def open_run(
 
     # The checkpoint to resume from.
     if isinstance(data, PromptDataset):
-        batches = open_rollouts(data, config, training, origin, state)
+        batches = open_rollouts(data, scorer, config, training, origin, state)
     else:
         batches = open_batches(data, config, training)
     tracker = Tracker(config, folder, console, callbacks)
@@ -336,8 +335,37 @@ def add_reference_log_probs(
     return dataclasses.replace(data, train=train, validation=validation)
 
 
+def open_scorer(config: TrainConfig, data: TrainingData | PromptDataset) -> Scorer | None:
+    """Start the rewards, and try them once, so that a mistake in them costs no weights to load.
+
+    Raises:
+        JllamaError: a reward fails for an answer to the first prompt.
+    """
+    if not isinstance(data, PromptDataset):
+        return None
+    grpo = config.training.grpo
+    limits: Any = {"limit_s": grpo.reward_limit_s, "num_processes": grpo.reward_processes}
+    scorer = Scorer(config.rewards, **limits)
+    row = data.train[0]
+    answers = ["An answer to try the reward."] * grpo.group_size
+    try:
+        scorer.score([row.prompt], [answers], [row.fields], [row.place])
+    except RewardError:
+        scorer.close()
+        raise
+    return scorer
+
+
+def warn_of_idle_accelerator(console: Console) -> None:
+    """Print a warning if the machine has a device that JAX does not use."""
+    warning = idle_accelerator()
+    if warning:
+        console.print(f"warning: {warning}", style="yellow")
+
+
 def open_rollouts(
     data: PromptDataset,
+    scorer: Scorer | None,
     config: TrainConfig,
     training: Training,
     origin: Checkpoint | None,
@@ -345,12 +373,10 @@ def open_rollouts(
 ) -> Rollouts:
     """Return batches of the model's own answers; ``initial`` is the state before training."""
     assert origin is not None
+    assert scorer is not None
     if jax.process_count() > 1:
         raise UsageError(f"reward is {config.reward}; it must be left out with several processes")
-    grpo = config.training.grpo
     drawn_settings(config.sampling, 1, data.tokenizer.vocab_size)  # raises if one does not fit
-    limits: Any = {"limit_s": grpo.reward_limit_s, "num_processes": grpo.reward_processes}
-    scorer = Scorer(config.rewards, **limits)
     template, stop_ids = chat_format(data.tokenizer, origin.chat_template, origin.stop_ids)
     model = LanguageModel(config.model, {}, data.tokenizer, template, stop_ids)
     reference = None

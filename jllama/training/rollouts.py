@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from jllama.data.batches import Batch, Sampled
 from jllama.data.prompts import PromptDataset, PromptRow
@@ -33,7 +33,7 @@ from jllama.generation.requests import Answer, Request, Row
 from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.language_model import LanguageModel
 from jllama.parameters import Params
-from jllama.rewards import RewardError, Scorer
+from jllama.rewards import RewardError, Scorer, Scores
 from jllama.training.config import TrainConfig
 from jllama.training.exact import exact_config, stack_layers
 from jllama.training.step import (
@@ -178,7 +178,8 @@ class Rollouts:
 
     Attributes:
         records: the figures of each batch that the log has not taken, oldest first.
-        problems: why batches have no rewards, by the steps that they were for.
+        problems: why batches, or some of their answers, have no rewards, by the steps that they
+            were for.
     """
 
     data: PromptDataset
@@ -238,13 +239,19 @@ class Rollouts:
         # 2) Rewards and advantages; without rewards they are NaN, and the step is left out.
         figures: dict[str, Any] = {}
         advantages = np.full(len(samples), np.nan, np.float32)
+        has_reward = np.ones(len(samples), bool)
         try:
-            rewards, parts = score_samples(self.scorer, rows, samples)
+            scores = score_samples(self.scorer, rows, samples)
+            rewards = scores.total
             advantages = group_advantages(rewards, grpo.advantage).ravel()
-            figures["reward"] = float(rewards.mean())
-            figures["reward_std"] = float(rewards.std())
-            figures["no_signal"] = float(np.mean(np.ptp(rewards, axis=1) == 0))
-            figures["reward_parts"] = {name: float(part.mean()) for name, part in parts.items()}
+            has_reward = np.isfinite(rewards).ravel()
+            figures["reward"] = float(np.nanmean(rewards))
+            figures["reward_std"] = float(np.nanstd(rewards))
+            figures["no_signal"] = float(np.mean(~have_signal(rewards)))
+            figures["no_reward"] = float(np.mean(~has_reward))
+            figures["reward_parts"] = mean_parts(scores)
+            if scores.problems:
+                self.problems[step + 1] = scores.problems[0]
         except RewardError as error:
             updates = range(step + 1, step + 1 + grpo.updates)
             self.problems |= dict.fromkeys(updates, str(error))
@@ -279,7 +286,7 @@ class Rollouts:
             "sampled_tokens": num_tokens,
         }
         self.records.append(figures)
-        is_learned = ~(is_overlong & grpo.mask_overlong)
+        is_learned = has_reward & ~(is_overlong & grpo.mask_overlong)
         return batch._replace(counted=is_token & is_learned[:, None], sampled=sampled)
 
     def evaluate(
@@ -290,35 +297,40 @@ class Rollouts:
         0 is all of them. The seeds are the same at each evaluation.
 
         Raises:
-            RewardError: a reward failed.
+            RewardError: no answer has a reward.
         """
         rows = self.data.validation[: num_prompts or None]
         self.sampler.load(self.sampler.training.weights(state), state.base)
         samples = self.sampler.answer(rows, range(len(rows)))
-        rewards, parts = score_samples(self.scorer, rows, samples)
-        means = {"reward": float(rewards.mean())}
-        if len(parts) > 1:
-            means |= {name: float(part.mean()) for name, part in parts.items()}
+        scores = score_samples(self.scorer, rows, samples)
+        means = {"reward": float(np.nanmean(scores.total))}
+        if len(scores.parts) > 1:
+            means |= mean_parts(scores)
+        no_reward = float(np.mean(np.isnan(scores.total)))
+        if no_reward:
+            means["no_reward"] = no_reward
         lengths = [len(sample.ids) for sample in samples]
         return {**means, "answer_tokens": float(np.mean(lengths))}, samples
 
 
-def score_samples(
-    scorer: Scorer, rows: Sequence[PromptRow], samples: Sequence[Sample]
-) -> tuple[_Rewards, dict[str, _Rewards]]:
-    """Return the rewards of samples, which follow each other by prompt, and their parts."""
+def score_samples(scorer: Scorer, rows: Sequence[PromptRow], samples: Sequence[Sample]) -> Scores:
+    """Return the rewards of samples, which follow each other by prompt."""
     size = len(samples) // len(rows)
     answers = [
         [sample.text for sample in samples[start : start + size]]
         for start in range(0, len(samples), size)
     ]
-    scores = scorer.score(
+    return scorer.score(
         [row.prompt for row in rows],
         answers,
         [row.fields for row in rows],
         [row.place for row in rows],
     )
-    return scores.total, scores.parts
+
+
+def mean_parts(scores: Scores) -> dict[str, float]:
+    """Return the mean of each reward."""
+    return {name: float(np.nanmean(part)) for name, part in scores.parts.items()}
 
 
 def sampled_log_probs(
@@ -339,17 +351,27 @@ def group_advantages(rewards: _Rewards, kind: str) -> _Rewards:
 
     With a group's rewards ``r`` of ``G`` answers: ``(r - mean) / (std + 1e-4)`` with the standard
     deviation of a sample (``group``), ``r - mean`` (``centered``), or ``r`` minus the mean of the
-    other answers, ``(r - mean) G / (G - 1)`` (``rloo``).
+    other answers, ``(r - mean) G / (G - 1)`` (``rloo``). Answers whose reward is NaN are not in the
+    group; they have 0.
     """
-    centered = rewards - rewards.mean(axis=1, keepdims=True)
-    size = rewards.shape[1]
+    has_reward = np.isfinite(rewards)
+    # Rounding must not give a group of equal rewards a direction.
+    has_signal = have_signal(rewards)[:, None]
+    rewards = np.where(has_signal, rewards, 0.0)
+    centered = rewards - np.nanmean(rewards, axis=1, keepdims=True)
+    size = np.maximum(has_reward.sum(axis=1, keepdims=True), 2)
     if kind == "group":
-        centered = centered / (rewards.std(axis=1, ddof=1, keepdims=True) + 1e-4)
+        centered = centered / (np.nanstd(rewards, axis=1, ddof=1, keepdims=True) + 1e-4)
     if kind == "rloo":
         centered = centered * (size / (size - 1))
-    # Rounding must not give a group of equal rewards a direction.
-    has_signal = np.ptp(rewards, axis=1, keepdims=True) > 0
-    return np.where(has_signal, centered, 0.0).astype(np.float32)
+    return np.where(has_signal & has_reward, centered, 0.0).astype(np.float32)
+
+
+def have_signal(rewards: _Rewards) -> Bool[np.ndarray, "prompts"]:
+    """Return for which prompts two answers have different rewards."""
+    first = np.where(np.isnan(rewards), np.inf, rewards).min(axis=1)
+    last = np.where(np.isnan(rewards), -np.inf, rewards).max(axis=1)
+    return first < last
 
 
 def assemble(

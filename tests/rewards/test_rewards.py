@@ -1,9 +1,14 @@
 """Rewards: what the shipped ones say, and that one that fails, hangs or dies is a sentence."""
 
 import math
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from hypothesis import given
 
@@ -143,7 +148,7 @@ def test_parts_have_weights(scorer_of):
         "def score(prompt, answers, row):\n    return [len(a) + row['bonus'] for a in answers]",
         {"exact": 2.0},
     )
-    total, parts = score(scorer, bonus=0.5, answer="bb", prompts=3)
+    total, parts, _ = score(scorer, bonus=0.5, answer="bb", prompts=3)
     mine, exact = parts.values()
     assert mine.tolist() == [[1.5, 2.5]] * 3
     assert exact.tolist() == [[0, 1]] * 3
@@ -160,13 +165,16 @@ def test_functions_are_called_here():
 
 
 FAILURES = {
-    "raises": ("raise ValueError('no idea')", "ValueError: no idea"),
+    "raises": ("raise ValueError('no idea')", r"ValueError: no idea \(.*mine.py, line 4\)"),
     "no number": ("return [float('nan')] * 2", "no finite number"),
     "infinite": ("return [1, float('inf')]", "no finite number"),
     "too few": ("return [1.0]", "returned 1 scores for the 2 answers"),
     "a text": ("return ['x', 'y']", "could not convert"),
     "nothing": ("return None", "TypeError"),
-    "dies": ("import os; os._exit(3)", "its process ended"),
+    "a text of digits": ("return '12'", "it returned a str, where a list of a number"),
+    "a dictionary": ("return {'a': 1, 'b': 2}", "it returned a dict, where a list of a number"),
+    "no scores": ("return [None, None]", "the rewards gave no answer a score"),
+    "dies": ("import os; os._exit(3)", r"its process ended \(exit code 3\)"),
     "exits": ("import sys; sys.exit(1)", "its process ended"),
     "hangs": ("import time; time.sleep(60)", "it took over 0.3 s"),
     "spins": ("while True: pass", "it took over 0.3 s"),
@@ -185,8 +193,9 @@ def test_failures_are_sentences_and_the_next_call_works(scorer_of):
         with pytest.raises(RewardError, match=message) as caught:
             score(scorer, does=name)
         text = str(caught.value)
-        assert "mine.py:score" in text, name
-        assert "prompts.jsonl line 1" in text, name
+        if name != "no scores":
+            assert "mine.py:score" in text, name
+            assert "prompts.jsonl line 1" in text, name
         assert "\n" not in text, name
         assert time.monotonic() - start_s < 30, name
         assert score(scorer, does="its work").total.tolist() == [[1, 2]], name
@@ -229,6 +238,107 @@ def test_processes_change_no_score(scorer_of, tmp_path):
         for _ in range(2):
             found = scorer.score(["?"] * 8, [["a", "b"]] * 8, rows, ["line"] * 8)
             assert found.total.tolist() == [[number + 1.0, 1.0] for number in range(8)]
+
+
+def test_what_has_no_score_is_left_out(scorer_of):
+    """An answer by None, a prompt's answers by an error; the others keep theirs."""
+    source = """
+def score(prompt, answers, row):
+    if row["does"] == "raise":
+        raise ValueError("no idea")
+    return [None if answer == "bb" else len(answer) for answer in answers]
+"""
+    scorer = scorer_of(source, {"length:9": 1.0})
+    rows = [{"does": "raise"}, {"does": "score"}]
+    scores = scorer.score(["?"] * 2, [["a", "bb"]] * 2, rows, ["line 1", "line 2"])
+    np.testing.assert_equal(scores.total, [[np.nan, np.nan], [1, np.nan]])
+    (problem,) = scores.problems
+    assert "failed for line 1: ValueError: no idea" in problem
+
+
+def test_a_reward_that_forks_shifts_no_score(scorer_of):
+    source = "import os\ndef score(prompt, answers, row):\n    os.fork()\n"
+    scorer = scorer_of(source + "    return [len(answer) for answer in answers]")
+    for lengths in ([1, 2], [3, 4], [5, 6]):
+        answers = ["a" * length for length in lengths]
+        assert score(scorer, answers).total.tolist() == [lengths]
+
+
+def test_an_answer_to_no_request_is_refused(scorer_of):
+    """It is not taken for that to the next request."""
+    source = "import json, os\ndef score(prompt, answers, row):\n"
+    source += "    for number in range(3, 99):\n        try:\n"
+    source += "            os.write(number, b'[7, [1, 2]]\\n')\n        except OSError:\n"
+    source += "            pass\n    return [1, 2]"
+    with pytest.raises(RewardError, match="its process gave two answers"):
+        score(scorer_of(source))
+
+
+@pytest.mark.parametrize("spec", ["regex:a+", "mine.py:score"])
+def test_modules_of_the_current_folder_are_not_run(tmp_path, monkeypatch, spec):
+    folder = tmp_path / "current"
+    folder.mkdir()
+    for name in ("json", "shlex", "typing", "jllama", "re"):
+        (folder / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    path = tmp_path / "mine.py"
+    path.write_text("def score(prompt, answers, row):\n    return [1.0, 0.0]")
+    monkeypatch.chdir(folder)
+    scorer = Scorer({spec.replace("mine.py", str(path)): 1.0})
+    assert score(scorer).total.tolist() == [[1.0, 0.0]]
+    scorer.close()
+    assert not (tmp_path / "ran").exists()
+
+
+def is_alive(process_id):
+    try:
+        state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def wait_until_ended(process_ids):
+    deadline_s = time.monotonic() + 30
+    while any(map(is_alive, process_ids)):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+HANGS = """
+import os, subprocess, sys
+def score(prompt, answers, row):
+    child = subprocess.Popen(["sleep", "600"])
+    with open("ids.partial", "w") as file:
+        file.write(f"{os.getpid()} {child.pid}")
+    os.rename("ids.partial", "ids")
+    while True:
+        pass
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_what_a_reward_started_ends_with_its_limit(scorer_of, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RewardError, match="took over"):
+        score(scorer_of(HANGS, limit_s=1.0))
+    wait_until_ended((tmp_path / "ids").read_text().split())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_rewards_end_with_their_parent(tmp_path, number):
+    """Although they hang, and long before their limit."""
+    (tmp_path / "mine.py").write_text(HANGS)
+    program = "from jllama.rewards import Scorer\n"
+    program += "Scorer({'mine.py:score': 1.0}).score(['?'], [['a']], [{}], ['line 1'])"
+    parent = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, stderr=subprocess.PIPE)
+    deadline_s = time.monotonic() + 60
+    while not (tmp_path / "ids").exists():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    parent.send_signal(number)
+    parent.communicate(timeout=30)
+    wait_until_ended((tmp_path / "ids").read_text().split())
 
 
 def test_rewards_can_be_added(monkeypatch):

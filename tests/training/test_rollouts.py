@@ -4,6 +4,7 @@ says nothing does, and that a run is the same again, whole or resumed.
 
 import dataclasses
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -159,31 +160,60 @@ def test_exact_mode_computes_later_updates_with_their_own_weights(folder):
     assert changes[1] == pytest.approx(changes[0], rel=1e-3)
 
 
-def test_rewards_that_fail_leave_the_step_out(folder, capfd):
-    """With the row in a sentence; the next steps are taken."""
-    (folder / "fails.py").write_text(
-        "calls = []\n"
-        "def score(prompt, answers, row):\n"
-        "    calls.append(row)\n"
-        "    if len(calls) == 3:\n"
-        "        raise ValueError('no idea')\n"
-        "    return [len(set(answer)) for answer in answers]\n"
-    )
+FAILS = """
+calls = []
+def score(prompt, answers, row):
+    calls.append(row)
+    if len(calls) in {calls}:
+        raise ValueError('no idea')
+    return [len(set(answer)) for answer in answers]
+"""
+"""A reward whose first call, before anything is loaded, is 1; each step then has two."""
+
+
+def test_rewards_that_fail_for_all_prompts_leave_the_step_out(folder, capfd):
+    """With the row and the line in a sentence; the next steps are taken."""
+    (folder / "fails.py").write_text(FAILS.replace("{calls}", "(4, 5)"))
     run = train(folder, "fails", reward=f"{folder}/fails.py:score")
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "left out" in line]
     assert line.startswith("step 2 is left out")
     assert "fails.py:score failed for " in line
     assert "prompts.jsonl" in line
-    assert line.endswith("ValueError: no idea")
+    assert line.endswith("fails.py, line 6)")
+    assert "ValueError: no idea" in line
     assert [record["step"] for record in lines(run, "reward")] == [1, 3, 4]
 
 
+def test_rewards_that_fail_for_a_prompt_leave_its_answers_out(folder, capfd):
+    """And are counted. The other prompt's answers are learned; an evaluation goes on, too."""
+    (folder / "fails_once.py").write_text(FAILS.replace("{calls}", "(5, 6, 17)"))
+    run = train(folder, "fails once", reward=f"{folder}/fails_once.py:score")
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "have no reward" in line]
+    assert line.startswith("step 2: some answers have no reward: ")
+    assert "ValueError: no idea" in line
+    records = lines(run, "reward")
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert [record["no_reward"] for record in records] == [0, 0.5, 0, 0]
+    assert all(math.isfinite(record["loss"]) for record in records)
+    evaluations = [
+        line["validation_figures"].get("no_reward") for line in lines(run, "validation_loss")
+    ]
+    assert evaluations == [0.25, 0.25]
+
+
 def test_rewards_that_always_fail_end_the_run(folder):
-    """After some steps in a row, with nothing lost."""
+    """At once if they fail for any answer; else after some steps in a row, with nothing lost."""
     with pytest.raises(
         JllamaError, match=r"failed for .*prompts\.jsonl line \d+: the row has no field answer"
     ):
-        train(folder, "never", reward="exact", loop=dataclasses.replace(LOOP, steps=40))
+        train(folder, "never", reward="exact")
+    assert not (folder / "never").exists()
+    (folder / "fails_later.py").write_text(FAILS.replace("len(calls) in {calls}", "len(calls) > 3"))
+    loop = dataclasses.replace(LOOP, max_skipped=2)
+    with pytest.raises(
+        JllamaError, match=r"no idea .* the last good checkpoint is of step 3: mend"
+    ):
+        train(folder, "later", reward=f"{folder}/fails_later.py:score", loop=loop)
 
 
 def test_overlong_answers_are_left_out(folder, run):
