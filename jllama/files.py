@@ -242,9 +242,9 @@ def read_lines(path: Path, key: str = "step") -> list[Json]:
     A line that a killed process did not finish is skipped.
     """
     records = []
-    text = path.read_text() if has_file(path) else ""
+    text = path.read_text(encoding="utf-8", errors="replace") if has_file(path) else ""
     for line in text.splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
+        with contextlib.suppress(ValueError, RecursionError):
             records.append(json.loads(line))
     return [record for record in records if isinstance(record, dict) and key in record]
 

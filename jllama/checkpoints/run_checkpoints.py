@@ -11,6 +11,7 @@ import operator
 import os
 import re
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,12 @@ import orbax.checkpoint as ocp
 import tensorstore
 from orbax.checkpoint import checkpoint_managers
 
+from jllama.checkpoints.receipt import (
+    check_weights,
+    describe_weights,
+    fingerprint_of_parts,
+    read_receipt,
+)
 from jllama.checkpoints.tensors import FileTensor, LazyTensor, differences
 from jllama.config import LlamaConfig
 from jllama.distributed import process_index
@@ -165,6 +172,9 @@ class RunCheckpoints:
             trees = {
                 name: _with_leaves(shapes, restored[name]) for name, shapes in expected.items()
             }
+        saved = self._saved_fingerprints(step)
+        if saved:
+            check_weights(self.folder / str(step), saved, describe_weights(trees["params"]))
         return trees["params"], trees.get("state"), restored["meta"]
 
     def tensors(self, step: int, config: LlamaConfig) -> dict[str, FileTensor]:
@@ -173,22 +183,25 @@ class RunCheckpoints:
         Errors are those of ``restore``, except for dtypes. Reading a tensor may raise them, too.
         """
         source = self.folder / str(step)
+        saved = self._saved_fingerprints(step)
         with _reading(source):
             self._check(step, {"params": abstract_params(config)}, dtypes=False)
-            stores = {}
-            for path in parameter_table(config):
-                store = {
-                    "driver": "ocdbt",
-                    # A URL would decode "%41" in a folder's name.
-                    "base": {"driver": "file", "path": f"{source}/params/"},
-                    "path": f"{path.replace('/', '.')}/",
-                }
-                array = {"driver": "zarr", "kvstore": store}
-                stores[path] = tensorstore.open(array, read=True).result()
-        return {
-            spec.key: _stored_tensor(spec, stores[spec.path], source)
-            for spec in tensor_specs(config)
-        }
+            stores = {
+                path: _StoredArray(source, path, saved.get(path))
+                for path in parameter_table(config)
+            }
+        return {spec.key: _stored_tensor(spec, stores[spec.path]) for spec in tensor_specs(config)}
+
+    def fingerprints(self, step: int) -> dict[str, str]:
+        """Compute the fingerprints of a step's parameters, by path, from its files."""
+        source = self.folder / str(step)
+        with _reading(source):
+            paths = _by_path(self._manager.item_metadata(step)["params"].tree)
+            return {path: _StoredArray(source, path).fingerprint() for path in paths}
+
+    def _saved_fingerprints(self, step: int) -> Json:
+        """Return the fingerprints that the run's receipt has of a step's parameters."""
+        return read_receipt(self.folder.parent)["weights"].get(str(step), {})
 
     def _check(self, step: int, expected: Json, *, dtypes: bool = True) -> None:
         """Raise ``JllamaError`` for another model's arrays, or JSON that orbax would crash on.
@@ -240,11 +253,48 @@ def _reading(source: Path) -> Iterator[None]:
         ) from error
 
 
-def _stored_tensor(spec: TensorSpec, store: Any, source: Path) -> LazyTensor:
-    """Return one layer's part of an array that orbax wrote, read by rows.
+class _StoredArray:
+    """An array that orbax wrote; orbax itself would have it in memory twice.
 
-    orbax itself would have every array in memory twice.
+    Before its first part is read, it is compared with the fingerprint that the receipt has of it.
     """
+
+    def __init__(self, source: Path, path: str, saved: str | None = None) -> None:
+        store = {
+            "driver": "ocdbt",
+            # A URL would decode "%41" in a folder's name.
+            "base": {"driver": "file", "path": f"{source}/params/"},
+            "path": f"{path.replace('/', '.')}/",
+        }
+        array = {"driver": "zarr", "kvstore": store}
+        self.store: Any = tensorstore.open(array, read=True).result()
+        self.source = source
+        self.path = path
+        self.saved = saved
+        self._lock = threading.Lock()  # many threads read
+
+    def fingerprint(self) -> str:
+        """Compute the fingerprint, with one layer of a stack in memory at a time."""
+        if not self.path.startswith("layers/"):
+            return fingerprint_of_parts([self.store.read().result()])
+        return fingerprint_of_parts(
+            self.store[layer].read().result() for layer in range(self.store.shape[0])
+        )
+
+    def read(self, *index: Any) -> np.ndarray:
+        """Read a part."""
+        with _reading(self.source):
+            with self._lock:
+                if self.saved:
+                    actual = {self.path: self.fingerprint()}
+                    check_weights(self.source, {self.path: self.saved}, actual)
+                    self.saved = None
+            return self.store[index].read().result()
+
+
+def _stored_tensor(spec: TensorSpec, stored: _StoredArray) -> LazyTensor:
+    """Return one layer's part of an array, read by rows."""
+    store = stored.store
     row = spec.parameter
     sizes = dict(zip(row.axes, store.shape, strict=True))
     chunk = dict(zip(row.axes, store.chunk_layout.read_chunk.shape, strict=True))
@@ -254,8 +304,7 @@ def _stored_tensor(spec: TensorSpec, store: Any, source: Path) -> LazyTensor:
     def read(rows: slice) -> np.ndarray:
         first = rows.start // inner
         parts = {"layers": spec.layer, row.outputs[0]: slice(first, -(-rows.stop // inner))}
-        with _reading(source):
-            array = store[tuple(parts.get(axis, slice(None)) for axis in row.axes)].read().result()
+        array = stored.read(*(parts.get(axis, slice(None)) for axis in row.axes))
         return as_matrix(row, array)[rows.start - first * inner : rows.stop - first * inner]
 
     rows_at_once = inner * chunk[row.outputs[0]] if whole_inputs else spec.shape[0]

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jllama import distributed
+from jllama.checkpoints.receipt import describe_weights
 from jllama.checkpoints.run import CHECKPOINTS, METRICS, SAMPLES
 from jllama.data.batches import Batch
 from jllama.data.datasets import GZIP, BatchSource, ChatDataset
@@ -32,7 +33,7 @@ from jllama.training.config import TrainConfig
 from jllama.training.metrics import Evaluation, evaluate, figures_text, summarize
 from jllama.training.opening import Run, autotuning_options, open_run
 from jllama.training.optimizer import learning_rate_at
-from jllama.training.receipt import describe_weights, write_receipt
+from jllama.training.receipt import write_receipt
 from jllama.training.rollouts import Rollouts, rollout_record
 from jllama.training.run_folder import SKIPPED, is_out_of_patience
 from jllama.training.step import StepMetrics, TrainState, compile_training, put_on_devices

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from jllama import distributed
 from jllama.checkpoints.chat_files import write_chat_files
+from jllama.checkpoints.receipt import describe_weights
 from jllama.checkpoints.run import CHECKPOINTS, CONFIG, METRICS, SAMPLES
 from jllama.checkpoints.run_checkpoints import RunCheckpoints
 from jllama.checkpoints.tensors import Checkpoint, base_fingerprint, load_params
@@ -46,7 +47,7 @@ from jllama.training.checkpointing import check_origin, restore_state
 from jllama.training.config import TrainConfig
 from jllama.training.metrics import Evaluation
 from jllama.training.optimizer import make_optimizer
-from jllama.training.receipt import begin_receipt, describe_weights
+from jllama.training.receipt import begin_receipt
 from jllama.training.resolve import resolve
 from jllama.training.rollouts import Rollouts, Sampler, drawn_settings
 from jllama.training.step import (

@@ -12,13 +12,13 @@ from rich.tree import Tree
 
 from jllama import oracle
 from jllama.checkpoints import run
+from jllama.checkpoints.receipt import RECEIPT, read_receipt
 from jllama.checkpoints.registry import open_checkpoint
 from jllama.checkpoints.tensors import Checkpoint, FileTensor, blocks
 from jllama.config import LlamaConfig
 from jllama.files import Json, read_lines
 from jllama.generation.text import prompt_ids
 from jllama.parameters import TensorSpec, as_matrix, shape_of, tensor_specs
-from jllama.training.receipt import read_receipt
 from jllama.verify.checkpoint import PROSE
 from jllama.verify.checks import relative_error
 from jllama.verify.layerwise import update_error
@@ -124,6 +124,9 @@ def bisect(
     paths = (Path(left), Path(right))
     compared = []
     if all(run.recognizes(path) for path in paths):
+        for name in (RECEIPT, run.METRICS):
+            is_there = [{name: (path / name).is_file()} for path in paths]
+            compared += compare_values("files that are there", *is_there)
         compared += compare_values("session", *map(run_session, paths))
         compared += compare_values("training", *map(run_history, paths))
     first, second = both = [open_checkpoint(path) for path in (left, right)]
@@ -150,15 +153,21 @@ def compare_values(part: str, left: Json, right: Json) -> Iterator[Difference]:
         error = float(values[0] != values[1])
         if error and all(type(value) is float for value in values):
             error = abs(values[0] - values[1]) / (abs(values[0]) or 1.0)
-        text = " and ".join(f"{value!s:.60}" for value in values) if error else ""
-        yield Difference(part, name, error, text)
+        text = " and ".join(map(_printable, values)) if error else ""
+        yield Difference(part, _printable(name), error, text)
+
+
+def _printable(value: object) -> str:
+    """Return the begin of a value without characters that change what a terminal shows."""
+    return "".join(c if c.isprintable() else "?" for c in f"{value!s:.60}")
 
 
 def run_session(folder: Path) -> Json:
     """Return the options of a run, and what its last session ran on."""
     receipt = read_receipt(folder)
     last = next(reversed(receipt["sessions"].values()), {})
-    fields = flatten_dict({"data": receipt["data"]} | receipt["config"] | last, sep=".")
+    fields = {"data fingerprint": receipt["data"]} | receipt["config"] | last
+    fields = flatten_dict(fields, sep=".")
     return {name: value for name, value in fields.items() if name != "run_dir"}
 
 
@@ -168,6 +177,7 @@ def run_history(folder: Path) -> Json:
         (line["step"], name): line[name]
         for line in read_lines(folder / run.METRICS, "tokens_per_s")
         for name in FIGURES
+        if name in line and type(line.get("step")) is int
     }
     for step, fingerprints in read_receipt(folder)["weights"].items():
         figures |= {(int(step), path): value for path, value in fingerprints.items()}

@@ -8,12 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_same_bits
 from models import FILE
 
 import jllama
+from jllama import loggers
+from jllama.checkpoints.receipt import RECEIPT, describe_weights, read_receipt
+from jllama.checkpoints.run_checkpoints import RunCheckpoints
 from jllama.commands import audit, bisect
+from jllama.commands.train import read_options
 from jllama.errors import JllamaError, UsageError
-from jllama.training.receipt import RECEIPT, describe_weights, read_receipt
 from jllama.verify.bisect import bisect as find_difference
 from jllama.verify.checks import random_params
 
@@ -98,6 +102,158 @@ def test_what_a_run_did_not_compute_is_found(copied, capsys):
     found = run_json(capsys, audit, copied, "--steps", "15:17")
     assert "first in training, step 15/embed" in found["verdict"]
     assert "their sessions differ in versions.jax" in found["verdict"]
+
+
+def test_weights_of_another_run_are_found(small_run, copied, capsys):
+    """Also those of checkpoints that no step is computed from."""
+    saved = sorted(int(path.name) for path in (copied / "checkpoints").iterdir())
+    other = RunCheckpoints(copied / "checkpoints", keep_last=9)
+    model = jllama.load(copied, layout="training", step=saved[-1])
+    changed = jax.tree.map(lambda leaf: leaf * 2, model.params)
+    shutil.rmtree(copied / "checkpoints" / str(saved[-1]))
+    other = RunCheckpoints(copied / "checkpoints", keep_last=9)
+    other.save(saved[-1], changed, None, {}, None)
+    other.wait()
+    first, last = saved[0], saved[-1]
+    found = run_json(capsys, audit, copied, "--steps", f"{first}:{last - 1}")
+    verdict = "checkpoints that are not what receipt.json says, step 20/"
+    assert f"FAIL: they differ first in {verdict}" in found["verdict"]
+
+
+def damages(content):
+    """The bytes of a file with a bit flipped somewhere, cut, and zeros."""
+    for place in (0, len(content) // 3, len(content) // 2, len(content) - 1):
+        changed = bytearray(content)
+        changed[place] ^= 4
+        yield bytes(changed)
+    yield content[: len(content) // 2]
+    yield bytes(len(content))
+
+
+def params_or_none(run, layout):
+    """The parameters that are loaded; None if an error of one sentence refuses them."""
+    try:
+        return jllama.load(run, layout=layout).params
+    except JllamaError as error:
+        return None if "\n" not in str(error) else error
+
+
+@pytest.mark.slow
+def test_damaged_weights_are_never_loaded(copied):
+    """Each file of the parameters, by both ways to read them; harmless damage changes no weight."""
+    expected = {layout: jllama.load(copied, layout=layout) for layout in ("training", "decode")}
+    folder = copied / "checkpoints" / str(expected["training"].step) / "params"
+    num_refused = 0
+    for path in [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size]:
+        content = path.read_bytes()
+        for damaged in damages(content):
+            path.write_bytes(damaged)
+            for layout, model in expected.items():
+                actual = params_or_none(copied, layout)
+                num_refused += actual is None
+                if actual is not None:
+                    assert_same_bits(actual, model.params)
+        path.write_bytes(content)
+    assert num_refused > 10
+
+
+def test_neither_a_model_nor_a_run_begins_from_damaged_weights(copied):
+    folder = copied / "checkpoints" / "20" / "params" / "ocdbt.process_0" / "d"
+    for path in folder.iterdir():
+        path.write_bytes(bytes(path.stat().st_size))
+    for layout in ("training", "decode"):
+        with pytest.raises(JllamaError, match="are not those that were saved"):
+            jllama.load(copied, layout=layout, step=20)
+    config = read_options(["--resume", str(copied), "--training.steps", "25"], "jllama")
+    config = dataclasses.replace(config, resume_with_changes=True)
+    with pytest.raises(JllamaError, match=r"are not those that were saved .* differ from receipt"):
+        jllama.train(config)
+
+
+def test_only_ordinary_files_are_copied(copied, monkeypatch):
+    (copied / "extra.bin").symlink_to("/dev/zero")
+    copies = []
+    copy = shutil.copy
+
+    def noted(source, target):
+        copies.append(source.name)
+        copy(source, target)
+
+    monkeypatch.setattr(shutil, "copy", noted)
+    assert audit.main([str(copied), "--steps", "15:17"], "jllama") == 0
+    assert "config.yaml" in copies
+    assert "extra.bin" not in copies
+
+
+def test_an_audit_starts_no_logger(copied, monkeypatch):
+    config = copied / "config.yaml"
+    text = config.read_text()
+    assert "logger: ''" in text
+    config.write_text(text.replace("logger: ''", "logger: tensorboard"))
+    monkeypatch.setitem(loggers.LOGGERS, "tensorboard", lambda *_: pytest.fail("it is started"))
+    assert audit.main([str(copied), "--steps", "15:17"], "jllama") == 0
+
+
+RECEIPTS = {
+    "weights": [5, {"x": 5}, {"x": {}}, {"9" * 5000: {}}, []],
+    "sessions": [[], {"1": 5}, {"one": {}}],
+    "config": [None, "text"],
+    "data": [None, 5],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in RECEIPTS.items() for value in values]
+)
+def test_a_receipt_that_is_none_is_one_sentence(copied, name, value):
+    receipt = json.loads((copied / RECEIPT).read_text())
+    (copied / RECEIPT).write_text(json.dumps(receipt | {name: value}))
+    for main, arguments in ((bisect.main, [copied]), (audit.main, ["--steps", "15:16"])):
+        with pytest.raises(JllamaError, match=r"receipt\.json is not the receipt of a run"):
+            main([str(copied), *map(str, arguments)], "jllama")
+
+
+@pytest.mark.parametrize("name", [RECEIPT, "metrics.jsonl"])
+def test_without_a_receipt_runs_are_not_the_same(small_run, copied, capsys, name):
+    (copied / name).unlink()
+    found = run_json(capsys, bisect, small_run.folder, copied)
+    assert f"differ first in files that are there, {name}: True and False" in found["verdict"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[" * 100_000,
+        "x".encode("utf-16"),
+        b'{"step": 3, "tokens_per_s": 1}',
+        b'{"tokens_per_s": 1}',
+        b'{"step": "x", "tokens_per_s": 1, "loss": 1}',
+        b'{"step": ' + b"9" * 5000,
+    ],
+)
+def test_odd_lines_are_passed_over(small_run, copied, capsys, content):
+    with (copied / "metrics.jsonl").open("ab") as file:
+        file.write(content + b"\n")
+    assert bisect.main([str(small_run.folder), str(copied)], "jllama") == 0
+
+
+def test_a_terminal_gets_no_control_characters(small_run, copied, capsys):
+    text = (copied / "metrics.jsonl").read_text()
+    line = next(line for line in map(json.loads, text.splitlines()) if "tokens_per_s" in line)
+    changed = json.dumps(line | {"loss": "\x1b[2J"})
+    (copied / "metrics.jsonl").write_text(text + changed + "\n")
+    assert bisect.main([str(small_run.folder), str(copied)], "jllama") == 1
+    captured = capsys.readouterr()
+    assert "\x1b[2J" not in captured.out + captured.err
+
+
+def test_changed_data_are_named(small_run, copied, capsys):
+    receipt = json.loads((copied / RECEIPT).read_text())
+    receipt["data"] = "0" * 64
+    receipt["weights"]["10"]["embed"] = "0" * 16
+    (copied / RECEIPT).write_text(json.dumps(receipt))
+    found = run_json(capsys, bisect, small_run.folder, copied)
+    assert "their sessions differ in data fingerprint" in found["verdict"]
 
 
 def test_steps_of_which_nothing_is_known_do_not_pass(copied):
