@@ -47,9 +47,11 @@ def main(argv: list[str], prog: str) -> int:
     return 0
 
 
-def _receipt(answer: dict[str, Any], source: str) -> dict[str, Any]:
-    receipt = answer.get("receipt")
+def _receipt(answer: Any, source: str) -> dict[str, Any]:
+    receipt = answer.get("receipt") if isinstance(answer, dict) else None
     names = {"path", "request", "system_fingerprint", "ids", "log_probs"}
     if not isinstance(receipt, dict) or not names <= receipt.keys():
         raise JllamaError(f'{source} holds no receipt: send the request with "receipt": true')
+    if not str(receipt["path"]).startswith("/v1/"):
+        raise JllamaError(f"{source} has the path {receipt['path']!r}; it must begin with /v1/")
     return receipt

@@ -152,14 +152,14 @@ def judge(
         pairs = zip(rounded, exact, strict=True)
         rounding_errors = group_errors(observed, [left - right for left, right in pairs])
         allowed = _allowed(rounding_errors)
-        num_over = sum(errors[group] > allowed[group] for group in errors)
+        num_over = sum(not errors[group] <= allowed[group] for group in errors)
         sizes = np.array([[errors[group], rounding_errors[group]] for group in errors]) + FLOOR
         misfit = float(np.abs(np.diff(np.log(sizes))).mean())
         fits.append((num_over, misfit, name, allowed))
         if not num_over and name in _EXACT:
             break
     _, _, name, allowed = min(fits, key=operator.itemgetter(0, 1))
-    over = [group for group in errors if errors[group] > allowed[group]]
+    over = [group for group in errors if not errors[group] <= allowed[group]]
 
     # 3) The mistakes, unless the differences are as small as they can be.
     mistakes: list[Explained] = []

@@ -23,7 +23,7 @@ def judgment_lines(judgment: Judgment, seconds: float) -> Iterator[RenderableTyp
     table = _table("By prompt and position, in nats", "prompt", "from position", "error", "allowed")
     for kind, start, error, allowed in judgment.groups:
         row = [kind, f"{start:,}", f"{error:.1e}", f"{allowed:.1e}", _bar(error / allowed)]
-        table.add_row(*row, style="red" if error > allowed else "")
+        table.add_row(*row, style="" if error <= allowed else "red")
     yield table
 
     if judgment.classes:
@@ -61,5 +61,5 @@ def _table(title: str, first: str, *numbers: str) -> Table:
 
 
 def _bar(share: float) -> str:
-    """Return a bar whose full width is 1."""
-    return "\u2588" * min(round(share * _WIDTH), _WIDTH)
+    """Return a bar whose full width is 1; so it is for NaN."""
+    return "\u2588" * round(min(1.0, share) * _WIDTH)

@@ -159,7 +159,10 @@ def check_server(
     # 1) The server.
     rows = make_rows(model, max_tokens)
     address = url.rstrip("/").removesuffix("/v1")
-    server = connect(Server(address, model.text_tokenizer, **connection), rows[0].ids[:16])
+    server = connect(
+        Server(address, model.text_tokenizer, model.config.vocab_size, **connection),
+        rows[0].ids[:16],
+    )
     about = f"{server.method.about} on {server.method.path}"
 
     # 2) Its log-probabilities.

@@ -13,7 +13,7 @@ from jllama.errors import JllamaError
 from jllama.files import Json
 from jllama.tokenizers import Tokenizer
 from jllama.verify.rows import Observed, Row, cut_row
-from jllama.web import RefusalError, open_url, request_json
+from jllama.web import RefusalError, request_bytes, request_json
 
 TOP = 5
 """How many log-probabilities of each token are requested: some servers refuse more."""
@@ -23,7 +23,7 @@ _LONG = 1024  # tokens of a prompt of which fewer places are requested
 _AGREES = 0.2  # nats between two answers about one token
 _SHARE_EQUAL = 0.9  # of the tokens of an echo, which must be those that were sent
 _MIN_ECHOED = 16  # tokens of an echo, which may be cut
-_NO_METHOD = AttributeError, LookupError, TypeError, ValueError
+_NO_METHOD = AttributeError, LookupError, OverflowError, TypeError, ValueError
 
 Likely = dict[int, float]
 """Log-probabilities by token; the actual token comes first."""
@@ -66,6 +66,7 @@ class Server:
     Attributes:
         url: the address, without ``/v1``.
         tokenizer: of the checkpoint.
+        num_ids: the size of its vocabulary, which may be larger than the tokenizer's.
         served_name: the name of the model; if it is empty, ``connect`` takes the first.
         api_key: sent with each request, if set.
         timeout_s: how long an answer may take.
@@ -78,6 +79,7 @@ class Server:
 
     url: str
     tokenizer: Tokenizer
+    num_ids: int
     served_name: str = ""
     api_key: str = ""
     timeout_s: float = 120.0
@@ -200,7 +202,7 @@ def _read(server: Server, method: Method, answer: Json, row: Row) -> dict[int, L
         entries = choice.get("prompt_logprobs") or answer["prompt_logprobs"]
         first = len(row.ids) - len(entries) - 1
         likely = [
-            {int(id): float(one["logprob"]) for id, one in (entry or {}).items()}
+            {_checked_id(server, id): float(one["logprob"]) for id, one in (entry or {}).items()}
             for entry in entries
         ]
         return dict(enumerate(likely, first))
@@ -244,12 +246,20 @@ def _likely(server: Server, entry: Json) -> Likely:
     """Return the log-probabilities in a place; none if the name of the token is not known."""
     likely: Likely = {}
     for one in [entry, *(entry.get("top_logprobs") or [])]:
-        id = one["id"] if "id" in one else server.names.get(one["token"])
+        id = _checked_id(server, one["id"]) if "id" in one else server.names.get(one["token"])
         if one is entry and id is None:
             break
         if id is not None and one["logprob"] is not None:
             likely[id] = float(one["logprob"])
     return likely
+
+
+def _checked_id(server: Server, id: object) -> int:
+    """Return the id of a token; raise ``ValueError`` if the vocabulary has none of this id."""
+    number = int(str(id))
+    if not 0 <= number < server.num_ids:
+        raise ValueError
+    return number
 
 
 def _first_echoed(echoed: Sequence[int | None], ids: Sequence[int]) -> int:
@@ -344,8 +354,9 @@ def complete(server: Server, text: str, new_tokens: int, *, is_stream: bool) -> 
         "max_tokens": new_tokens,
     }
     url = f"{server.url}/v1/completions"
-    with open_url(url, body | {"stream": is_stream}, server.api_key, server.timeout_s) as reply:
-        text = reply.read().decode()
+    body["stream"] = is_stream
+    answer = request_bytes(url, body, server.api_key, server.timeout_s)
+    text = answer.decode(errors="replace")
     parts = [text]
     if is_stream:
         parts = [line[5:] for line in text.splitlines() if line.startswith("data: {")]
@@ -353,5 +364,5 @@ def complete(server: Server, text: str, new_tokens: int, *, is_stream: bool) -> 
         # The last part of a stream may have no choices.
         choices = [choice for part in parts for choice in json.loads(part)["choices"]]
         return "".join(choice["text"] for choice in choices)
-    except _NO_METHOD:
+    except (*_NO_METHOD, RecursionError):
         raise RefusalError(f"{server.url} does not continue texts") from None

@@ -23,8 +23,12 @@ from jllama.errors import JllamaError, UsageError
 from jllama.templates.messages import TEMPLATES
 from jllama.verify import probes
 from jllama.verify.conformance import VARIANTS, small, weights
+from jllama.verify.judge import Evidence, judge
+from jllama.verify.judge_report import judgment_lines
 from jllama.verify.mistakes import known_mistakes
 from jllama.verify.peers import check_server, open_exact
+from jllama.verify.probes import make_rows
+from jllama.verify.rows import Observed
 
 TIED = small("llama3.2-1b", 8, 2, vocab_size=259, embed_dim=128, mlp_dim=128)
 UNTIED = small("llama3.1-8b", 4, 2, vocab_size=259, embed_dim=128, mlp_dim=128)
@@ -234,6 +238,29 @@ NOTHING = "gives neither log-probabilities nor tokens"
 def test_a_server_that_gives_nothing_is_one_sentence(tied, answer):
     with serving(lambda path, body: answer) as url, pytest.raises(JllamaError, match=NOTHING):
         check_server(url, open_exact(tied))
+
+
+@pytest.mark.parametrize("id", [-1, 10**6, 1e30, "x", None, [], True])
+def test_tokens_outside_the_vocabulary_are_refused(tied, id):
+    """They would leave nothing to compare."""
+    entry = {"id": id, "token": "a", "logprob": -0.1, "top_logprobs": []}
+
+    def answer(path, body):
+        return {"completion_probabilities": [entry]} if path == "/completion" else None
+
+    with serving(answer) as url, pytest.raises(JllamaError, match=NOTHING):
+        check_server(url, open_exact(tied), max_tokens=64)
+
+
+def test_differences_that_are_no_numbers_do_not_pass(tied):
+    model = open_exact(tied)
+    row = make_rows(model, 64)[0]
+    shape = len(row.places), 1
+    observed = [Observed(row, np.full(shape, -1), np.full(shape, np.nan))]
+    found = judge(Evidence("a program", "nothing", observed), model, "float32")
+    assert not found.passed
+    assert found.verdict.startswith("FAIL")
+    assert [*judgment_lines(found, 0.0)]
 
 
 def test_a_server_that_dies_or_is_late_is_one_sentence(tied):
