@@ -238,12 +238,16 @@ def _no_rope_layers(fields: Json, num_layers: int, source: Path) -> list[int]:
 
 def _windows(fields: Json, family: Family, num_layers: int, source: Path) -> Json:
     """Return the sliding window and the layers without it; nothing if no layer has one."""
-    table = {
-        "is_used": ("use_sliding_window", "sliding_window" in fields),
-        "size": ("sliding_window", 1),
-    }
-    window = read_fields(fields, table, source)
-    has_windows = window["is_used"] and "sliding_window" in fields
+    window = read_fields(fields, {"size": ("sliding_window", 1)}, source)
+    has_windows = "sliding_window" in fields
+    if "use_sliding_window" in family.defaults:  # transformers ignores it in the other families
+        table = {"is_used": ("use_sliding_window", False)}
+        has_windows = read_fields(fields, table, source)["is_used"] and has_windows
+    first = fields.get("max_window_layers")
+    if "max_window_layers" in family.defaults and type(first) is not int:
+        raise JllamaError(
+            f"{source} has max_window_layers {first!r}; it must be a number of layers"
+        )
     default = [
         SLIDING if has_windows and family.has_window(layer, fields) else FULL
         for layer in range(num_layers)

@@ -109,6 +109,8 @@ def config_from_huggingface(fields: Mapping[str, Any], source: Path) -> LlamaCon
     _refuse_other_options(fields, family, source)
     rope = _rope_fields(fields, family, source)
     values = read_fields(defaults | fields | rope, _FIELDS, source)
+    with errors_as(source):
+        LlamaConfig(**values)  # refuses sizes before lists of that many layers are made
     values |= read_options(defaults | fields, family, values["num_layers"], source)
     if "partial_rotary_factor" in family.optional:
         table = {"partial_rotary_factor": ("partial_rotary_factor", 1.0)}
@@ -158,14 +160,27 @@ def _rope_fields(fields: Mapping[str, Any], family: Family, source: Path) -> Jso
     A file may have them in both spellings, for old and new readers, if they agree.
     """
     readings = [{key: fields[key] for key in _ROPE_COMMON if key in fields}]
+    by_layer = "rope_scaling_layers" in family.optional
+    theta = family.defaults.get("rope_theta")
+    if by_layer and fields.get("rope_theta", theta) != theta:
+        raise JllamaError(
+            f"{source} has rope_theta {fields['rope_theta']!r}, which transformers' "
+            f"{family.architecture} takes for some layers alone: give rope_parameters with "
+            f"{FULL} and {SLIDING}"
+        )
     for spelling in ("rope_scaling", "rope_parameters"):
         value = fields.get(spelling)
         if not value:
             continue
         if not isinstance(value, dict):
             raise JllamaError(f"{source} has {spelling} {value!r}; it must be an object or null")
-        if "rope_scaling_layers" in family.optional and FULL in value:
+        if by_layer and FULL in value:
             value = _full_attention_rope(value, source)
+        elif by_layer and ("type" in value or spelling == "rope_parameters"):
+            raise JllamaError(
+                f"{source} has {spelling} {json.dumps(value)[:80]}, which transformers' "
+                f"{family.architecture} ignores: give rope_parameters with {FULL} and {SLIDING}"
+            )
         reading = {key: field for key, field in value.items() if field is not None}
         readings.append({"rope_type": reading.pop("type", "default")} | reading)
     rope: Json = {"rope_type": "default"}

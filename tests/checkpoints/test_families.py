@@ -191,6 +191,34 @@ MIXED = ["full_attention", "sliding_attention"] * 2
         ("qwen2", {"layer_types": MIXED}, "which transformers' Qwen2ForCausalLM does not follow"),
         ("qwen3", {"layer_types": MIXED[:3]}, "list of sliding_attention or full_attention for"),
         ("qwen3", {"layer_types": ["chunked_attention"] * 4}, "layer_types ['chunked"),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": "2"}, "max_window_layers '2'"),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": None}, "max_window_layers Non"),
+        (
+            "qwen2",
+            {"num_hidden_layers": 2**40},
+            "num_layers is 1,099,511,627,776; it must be at most",
+        ),
+        (
+            "smollm3",
+            {"num_hidden_layers": 2**40},
+            "num_layers is 1,099,511,627,776; it must be at most",
+        ),
+        (
+            "olmo3",
+            {"num_hidden_layers": 2**40},
+            "num_layers is 1,099,511,627,776; it must be at most",
+        ),
+        (
+            "olmo3",
+            {"rope_theta": 1e6},
+            "rope_theta 1000000.0, which transformers' Olmo3ForCausalLM",
+        ),
+        ("olmo3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "Olmo3ForCausalLM ignores"),
+        (
+            "olmo3",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}},
+            "Olmo3ForCausalLM ignores",
+        ),
         ("qwen3", {"use_sliding_window": 1}, "use_sliding_window 1; it must be true or false"),
         ("mistral", {"sliding_window": -4}, "sliding_window -4; it must be a positive whole"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers [1, 0]; it must be a list with 0"),
@@ -220,6 +248,14 @@ def test_what_a_config_may_not_ask_for_is_named(name, fields, expected, tmp_path
         del stated[key]
     text = message(config_from_huggingface, stated | {"model_type": name} | fields, tmp_path / "c")
     assert expected in text
+
+
+@pytest.mark.parametrize("name", ["mistral", "ministral", "phi3", "olmo3"])
+def test_only_some_families_obey_use_sliding_window(name, tmp_path):
+    """The others have the window whatever it says, as in transformers."""
+    fields = config_to_huggingface(CONFIGS[name], "float32") | {"use_sliding_window": False}
+    assert config_from_huggingface(fields, tmp_path) == CONFIGS[name]
+    assert CONFIGS[name].sliding_window
 
 
 @families
