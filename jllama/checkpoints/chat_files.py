@@ -20,7 +20,13 @@ def read_text_files(folder: Path) -> tuple[Tokenizer | None, str | None, tuple[i
         text = template.read_text(encoding="utf-8") if has_file(template) else None
     generation = folder / GENERATION_CONFIG
     fields = read_json_object(generation) if has_file(generation) else {}
-    return tokenizer, text, parse_stop_ids(fields.get("eos_token_id"), generation)
+    stop_ids = parse_stop_ids(fields.get("eos_token_id"), generation)
+    if tokenizer is not None and max(stop_ids, default=0) >= tokenizer.vocab_size:
+        raise JllamaError(
+            f"{generation} stops at the token {max(stop_ids)}, but the tokenizer of {folder} has "
+            f"{tokenizer.vocab_size} tokens: put the tokenizer's other files there"
+        )
+    return tokenizer, text, stop_ids
 
 
 def parse_stop_ids(value: Any, source: Path) -> tuple[int, ...]:

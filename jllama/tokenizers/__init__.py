@@ -8,6 +8,11 @@ from pathlib import Path
 
 from jllama.errors import JllamaError
 from jllama.files import has_file, read_json_object
+from jllama.tokenizers.added_tokens import (
+    check_added_tokens,
+    read_added_tokens,
+    read_end_token,
+)
 from jllama.tokenizers.base import BytesTokenizer
 from jllama.tokenizers.base import Tokenizer as Tokenizer
 from jllama.tokenizers.huggingface import HuggingFaceTokenizer, load_huggingface_tokenizer
@@ -31,7 +36,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
     If a folder holds a ``tokenizer.json`` and a SentencePiece model with exactly the same tokens,
     BOS and EOS, the model is read, because the json was made from it. The json is read if it puts
-    no space behind special tokens, as Mistral's does, because the model cannot say so.
+    no space behind special tokens, as Mistral's does, because the model cannot say so. Tokens that
+    ``tokenizer_config.json`` or ``added_tokens.json`` adds are added.
 
     Args:
         path: a ``tokenizer.json`` (Hugging Face), a ``.model`` (SentencePiece, or Llama 3's
@@ -62,6 +68,14 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         is_its_source = isinstance(model, SentencePieceTokenizer)
         if is_its_source and _tokens_of(model) == _tokens_of(tokenizer):
             return model
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        folder = files[0].parent
+        added = read_added_tokens(folder)
+        end = read_end_token(folder)
+        has_end = end in (None, tokenizer.texts[tokenizer.eos_id])
+        if not has_end or any(id >= tokenizer.vocab_size for id in added):
+            tokenizer = tokenizer.with_added_tokens(added, end)
+        check_added_tokens(tokenizer.texts, added, files[0])
     return tokenizer
 
 

@@ -12,6 +12,12 @@ import tokenizers
 from jllama.config import MAX_SIZES
 from jllama.errors import JllamaError, silent_stderr
 from jllama.files import Json, errors_as, has_file, read_json_object, write_json
+from jllama.tokenizers.added_tokens import (
+    CONFIG_NAME,
+    AddedToken,
+    check_added_tokens,
+    read_added_tokens,
+)
 from jllama.tokenizers.base import (
     BYTE_PIECES,
     SPACE,
@@ -25,7 +31,6 @@ from jllama.tokenizers.base import (
 )
 from jllama.tokenizers.tiktoken import PATTERN
 
-CONFIG_NAME = "tokenizer_config.json"
 _CONFIG_NAMES = (CONFIG_NAME, "generation_config.json", "config.json")
 _NOT_LLAMAS = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
 
@@ -375,6 +380,12 @@ def load_huggingface_tokenizer(path: Path) -> HuggingFaceTokenizer:
         content = json.loads(text)
         ids_by_text = dict(content["model"]["vocab"])
         ids_by_text |= {token["content"]: token["id"] for token in content.get("added_tokens", ())}
+        added = read_added_tokens(path.parent)
+        missing = {id: token for id, token in added.items() if token.text not in ids_by_text}
+        if missing:
+            content["added_tokens"] += [_added_entry(*item) for item in missing.items()]
+            ids_by_text |= {token.text: id for id, token in missing.items()}
+            text = json.dumps(content, ensure_ascii=False)
     files = [path.with_name(name) for name in _CONFIG_NAMES]
     contents = [read_json_object(file) if has_file(file) else {} for file in files]
     eos_id = _special_id("eos", ids_by_text, files, contents)
@@ -389,7 +400,15 @@ def load_huggingface_tokenizer(path: Path) -> HuggingFaceTokenizer:
         raise JllamaError(f"{files[0]} has add_bos_token {add_bos!r}; it must be true or false")
     if bos_id is None:
         bos_id = eos_id  # GPT-2's kind has one token for both
-    return HuggingFaceTokenizer(text, bos_id, eos_id, add_bos, str(path))
+    tokenizer = HuggingFaceTokenizer(text, bos_id, eos_id, add_bos, str(path))
+    check_added_tokens(tokenizer.texts, missing, path)
+    return tokenizer
+
+
+def _added_entry(id: int, token: AddedToken) -> Json:
+    """Return a token as ``added_tokens`` of a ``tokenizer.json`` has it."""
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": id, "content": token.text, **flags, "special": token.is_special}
 
 
 def _special_id(

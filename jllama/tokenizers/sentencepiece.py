@@ -3,7 +3,7 @@
 import io
 import random
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 
 from jllama.errors import JllamaError
+from jllama.tokenizers.added_tokens import AddedToken
 from jllama.tokenizers.base import (
     BYTE_PIECES,
     SHOWN,
@@ -136,6 +137,29 @@ class SentencePieceTokenizer(Tokenizer):
             text += self._processor.decode(ids[start:place].tolist()) + self.texts[ids[place]]
             start = place + 1
         return text + self._processor.decode(ids[start:].tolist())
+
+    def with_added_tokens(
+        self, added: Mapping[int, AddedToken], end: str | None
+    ) -> "SentencePieceTokenizer":
+        """Return the model with further tokens, and with the EOS ``end`` if it has this token.
+
+        Special tokens become control pieces, which no text is encoded to. Ids between them are
+        unused pieces.
+        """
+        model = _ModelProto.FromString(self.content)
+        kinds = type(model.pieces[0])
+        for id, token in added.items():
+            while len(model.pieces) < id:
+                piece = f"<unused_{len(model.pieces)}>"
+                model.pieces.add(piece=piece, score=0.0, type=kinds.UNUSED)
+            if id == len(model.pieces):
+                kind = kinds.CONTROL if token.is_special else kinds.USER_DEFINED
+                model.pieces.add(piece=token.text, score=0.0, type=kind)
+        texts = [piece.piece for piece in model.pieces]
+        if end in texts:
+            model.trainer_spec.eos_id = texts.index(end)
+            model.trainer_spec.eos_piece = end
+        return SentencePieceTokenizer(model.SerializeToString())
 
     def vocabulary(self) -> Vocabulary:
         """Return the model as data.

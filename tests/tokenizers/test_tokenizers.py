@@ -3,6 +3,7 @@
 import doctest
 import hashlib
 import io
+import json
 import os
 import subprocess
 import sys
@@ -10,11 +11,20 @@ import sys
 import numpy as np
 import pytest
 import sentencepiece
+import transformers
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from jllama.checkpoints.chat_files import read_text_files
 from jllama.errors import JllamaError
-from jllama.tokenizers import BytesTokenizer, Tokenizer, base, load_tokenizer, train_sentencepiece
+from jllama.tokenizers import (
+    BytesTokenizer,
+    Tokenizer,
+    as_huggingface,
+    base,
+    load_tokenizer,
+    train_sentencepiece,
+)
 from jllama.tokenizers import sentencepiece as module
 
 CORPUS = [
@@ -133,6 +143,71 @@ def test_lines_are_sampled_evenly(monkeypatch):
     assert 250 <= len(sample) <= 1000
     assert sorted(set(sample)) == sample
     assert abs(np.mean(sample) - 5000) < 5000 / 3**0.5 / len(sample) ** 0.5 * 4
+
+
+CHATML = "<|im_start|>user\nthe cat<|im_end|>\n<|im_start|>assistant\n"
+START, END = BPE.vocab_size, BPE.vocab_size + 1
+PLACES = {
+    "added_tokens.json": {"added_tokens.json": {"<|im_start|>": START, "<|im_end|>": END}},
+    "added_tokens_decoder": {
+        "tokenizer_config.json": {
+            "added_tokens_decoder": {
+                str(BPE.bos_id): {"content": "<s>", "special": True},
+                str(END): {"content": "<|im_end|>", "special": True},
+                str(START): {"content": "<|im_start|>", "special": True},
+            }
+        }
+    },
+}
+
+
+def folder_of(tokenizer, folder, files):
+    tokenizer.save(folder)
+    for name, content in files.items():
+        before = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
+        (folder / name).write_text(json.dumps(before | content))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["SentencePiece", "tokenizer.json"])
+@pytest.mark.parametrize("place", PLACES)
+def test_tokens_that_other_files_add_are_tokens(tmp_path, place, kind):
+    """In transformers, too; and the tokenizer that is saved has them in its own file."""
+    plain = BPE if kind == "SentencePiece" else as_huggingface(BPE)
+    folder = folder_of(plain, tmp_path / "in", PLACES[place])
+    config = json.loads((folder / "tokenizer_config.json").read_text()) if kind[0] == "t" else {}
+    config |= PLACES[place].get("tokenizer_config.json", {})
+    config |= {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.vocab_size == END + 1
+    assert tokenizer.eos_id == END
+    ids = tokenizer.encode_with_special_tokens(CHATML)
+    peer = transformers.AutoTokenizer.from_pretrained(folder)
+    expected = peer.encode(CHATML, add_special_tokens=False)
+    space = BPE.texts.index("\u2581")  # SentencePiece begins each part with one
+    assert [id for id in ids if id != space] == [id for id in expected if id != space]
+    assert {START, END} < {*ids}
+    assert tokenizer.encode("<|im_end|>") != [END]  # a text has no special tokens
+    tokenizer.save(tmp_path / "out")
+    assert load_tokenizer(tmp_path / "out").encode_with_special_tokens(CHATML) == ids
+
+
+def test_added_tokens_that_do_not_fit_are_named(tmp_path):
+    """Another token at an id, ids of no model, a stop id beyond the tokenizer."""
+    for number, (id, message) in enumerate(
+        {
+            5: "has the token|have the token",
+            -1: "which no model has",
+            2**40: "which no model",
+        }.items()
+    ):
+        files = {"added_tokens.json": {"<|im_end|>": id}}
+        with pytest.raises(JllamaError, match=message):
+            load_tokenizer(folder_of(BPE, tmp_path / str(number), files))
+    stops = {"generation_config.json": {"eos_token_id": [2, END]}}
+    with pytest.raises(JllamaError, match=f"stops at the token {END}, but the tokenizer"):
+        read_text_files(folder_of(BPE, tmp_path / "stops", stops))
 
 
 def test_long_lines_are_not_dropped():
