@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -31,6 +32,25 @@ _cache: dict[tuple[Grammar, Tokenizer], Any] = {}
 _cache_lock = threading.Lock()
 _WHITESPACE = r" |\n {0,40}"
 """Between JSON's tokens; without a limit, a small model may repeat it forever."""
+_WITHOUT_EFFECT = {
+    "propertyNames": [{}, True, {"type": "string"}],
+    "uniqueItems": [False],
+    "unevaluatedProperties": [{}, True],
+}
+"""Keywords that llguidance lacks, and the values of each that allow everything."""
+_DATA = {"const", "enum", "default", "example", "examples"}
+_NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+_LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
+_DATE = rf"^(.{{5}}(0[13-9]|1.)-..|.{{5}}02-([01].|2[0-8])|{_LEAP_YEAR}-02-29)"
+_FORMATS = {"date": _DATE, "time": "^.{6}[0-5]", "date-time": _DATE + ".{7}[0-5]"}
+"""What llguidance's formats lack: a leap day is in a leap year, and seconds end at 59."""
+_CLASS = re.compile(
+    r"""(\\[pP](?:\{[^}]*\}|.)  # of Unicode
+    | \[\^?+\]?+(?:\\.|[^\[\]\\]|\[(?:\\.|[^\[\]\\])*\])*\])  # in brackets, perhaps with others
+    | \\.""",
+    re.DOTALL | re.VERBOSE,
+)
+"""A character class of a regular expression, the group, or else an escaped character."""
 _TRIAL = """
 import contextlib, sys
 sys.path += sys.argv[1:]
@@ -137,7 +157,7 @@ def _compile(grammar: Grammar, tokenizer: Tokenizer) -> Any:
             return matcher
     except ValueError as problem:
         error = str(problem)
-    except subprocess.SubprocessError:
+    except (subprocess.SubprocessError, RecursionError):
         error = "it takes over 2 s or 1 GiB, or is nested too deep"
     lines = error.splitlines()
     reason = next((line[7:] for line in lines if line.startswith("error: ")), lines[0])
@@ -156,16 +176,21 @@ def _to_lark(kind: str, text: str) -> str:
 
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"it has {len(text)} characters, and at most {MAX_CHARACTERS} are served")
+    if kind == "regex":
+        return json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"]
     if kind == "json_schema":
         compiled = LLMatcher.grammar_from_json_schema(
             text, {"whitespace_pattern": _WHITESPACE}, {"lenient": False}
         )
-        json.loads(text, object_hook=_check_properties, parse_int=_check_integer)
+        json.loads(text, parse_int=_check_integer)
         schema = json.loads(compiled)["grammars"][0]["json_schema"]
-        return f"start: %json {json.dumps(schema)}"
-    if kind == "regex":
-        return json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"]
-    return text
+        text = f"start: %json {json.dumps(schema)}"
+    lark, *parts = text.split("%json")
+    for part in parts:
+        body = part.lstrip()
+        schema, size = json.JSONDecoder(parse_int=_check_integer).raw_decode(body)
+        lark += f"%json {json.dumps(_enforceable(schema))}{body[size:]}"
+    return lark
 
 
 def _check_integer(digits: str) -> int:
@@ -176,8 +201,50 @@ def _check_integer(digits: str) -> int:
     return number
 
 
-def _check_properties(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema, or raise ``ValueError`` if llguidance would count its properties wrongly.
+def _enforceable(value: Any, key: str = "") -> Any:
+    """Return a schema as llguidance enforces it completely, or raise ``ValueError``.
+
+    Keywords without an effect are left out; formats and patterns get what they lack.
+
+    Args:
+        value: a schema, or a part of one.
+        key: the keyword that it belongs to.
+    """
+    if key == "pattern" and isinstance(value, str):
+        return _exact_pattern(value)
+    if key in _DATA or not isinstance(value, dict | list):
+        return value
+    if isinstance(value, list):
+        return [_enforceable(item) for item in value]
+    if key == "patternProperties":
+        value = {_exact_pattern(name): item for name, item in value.items()}
+    if key in _NAMED:
+        return {name: _enforceable(item) for name, item in value.items()}
+    _check_properties(value)
+    schema = {
+        name: _enforceable(item, name)
+        for name, item in value.items()
+        if item not in _WITHOUT_EFFECT.get(name, [])
+    }
+    needed = _FORMATS.get(str(value.get("format")))
+    if needed:
+        schema["allOf"] = [{"allOf": schema.get("allOf", [{}])}, {"pattern": needed}]
+    return schema
+
+
+def _exact_pattern(pattern: str) -> str:
+    """Return a pattern whose classes do not match U+0000, or raise ``ValueError``.
+
+    In a string of JSON, llguidance lets a class of all control characters match every escape,
+    also that of a quotation mark or a backslash which the class excludes.
+    """
+    if "[" in _CLASS.sub("", pattern):
+        raise ValueError("a pattern has a class inside a class inside a class, or an open one")
+    return _CLASS.sub(lambda match: rf"[{match[1]}&&[^\x00]]" if match[1] else match[0], pattern)
+
+
+def _check_properties(schema: dict[str, Any]) -> None:
+    """Raise ``ValueError`` if llguidance would count an object's properties wrongly.
 
     It counts a property that comes twice as two.
     """
@@ -186,7 +253,6 @@ def _check_properties(schema: dict[str, Any]) -> dict[str, Any]:
     num_required = len(required) if isinstance(required, list) else 0
     if isinstance(minimum, int | float) and minimum > max(1, num_required):
         raise ValueError(f"minProperties is {minimum}, and fewer properties are required")
-    return schema
 
 
 @functools.lru_cache(4)

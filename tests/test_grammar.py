@@ -252,6 +252,11 @@ NASTY = {
         "json_schema",
         '{"type": "object", "minProperties": 2, "required": ["a"]}',
     ),
+    "property names": ("json_schema", '{"propertyNames": {"maxLength": 3}}'),
+    "a class in a class in a class": ("json_schema", '{"pattern": "[^a[b[\\"]]]"}'),
+    "wrong alternatives to a date": ("json_schema", '{"format": "date", "allOf": 5}'),
+    "deep, in a grammar": ("lark", "start: %json " + '{"items":' * 10_000 + "{}" + "}" * 10_000),
+    "a number that is rounded, in a grammar": ("lark", 'start: %json {"const": 18014226710785025}'),
     "itself": ("json_schema", '{"$ref": "#"}'),
     "a loop": (
         "json_schema",
@@ -402,6 +407,97 @@ def test_wrong_use(monkeypatch):
         match=r"a grammar needs the package llguidance: pip install 'jllama\[grammar\]'",
     ):
         Matcher(DATE, BytesTokenizer(), (2,))
+
+
+def accepts(schema, text, kind="json_schema"):
+    """Whether a text, in JSON's form, may be written and end."""
+    grammar = json.dumps(schema)
+    if kind == "lark":  # as the calls of tools are written
+        grammar = f"start: %json {grammar}"
+    matcher = Matcher(Grammar(kind, grammar), BYTES, (2,))
+    for token in BYTES.encode(text):
+        if token not in ids_of(matcher, BYTES):
+            return False
+        matcher.accept(token)
+    return 2 in ids_of(matcher, BYTES)
+
+
+CLASSES = {
+    r"[^\"]": r"[^\"]",
+    r"[^\\]": r"[^\\]",
+    r"[^\"\\\n]": r"[^\"\\\n]",
+    r"[^\]\"-]": r"[^\]\"-]",
+    r"[^]\"]": r"[^\]\"]",
+    r"(?:[^\"\s]|\s)": r"[^\"]",
+    r"[[:cntrl:]!]": r"[\x00-\x1f\x7f!]",
+    r"[\x00-!#-~]": r"[\x00-!#-~]",
+    r"\p{Cc}": r"[\x00-\x1f\x7f]",
+    r"\P{P}": r"[^!\"#%&'()*,\-./:;?@\[\\\]_{}]",
+    r"\\\[": r"\\\[",
+    r"[^\x00]": r"[^\x00]",
+    ".": ".",
+    r"\D": r"\D",
+}
+"""Classes of llguidance's expressions, and of ``re``'s."""
+
+
+@pytest.mark.parametrize("expression", CLASSES)
+def test_an_escape_is_the_character_that_it_stands_for(expression):
+    """The class has the characters that ``re`` says, however JSON writes them, without U+0000."""
+    ascii = [*map(chr, range(1, 127)), *({} if "00]" in expression else "é")]
+    schema = {"type": "string", "pattern": f"^{expression}$"}
+    for char in ascii:
+        forms = {json.dumps(char), json.dumps(char, ensure_ascii=False), f'"\\u{ord(char):04x}"'}
+        allowed = {form for form in forms if accepts(schema, form)}
+        if re.fullmatch(CLASSES[expression], char):
+            assert json.dumps(char, ensure_ascii=False) in allowed
+        else:
+            assert not allowed
+
+
+EXACT = {"type": "object", "patternProperties": {'^[^"]+$': {"const": {"pattern": '[^"]'}}}}
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "lark"])
+@pytest.mark.parametrize(
+    ("schema", "allowed", "refused"),
+    [
+        ({"format": "time"}, "03:33:59-11:45 23:59:59.5Z", "03:33:60-11:45 23:59:60Z"),
+        (
+            {"format": "date-time", "pattern": "^2"},
+            "2024-02-29T00:00:59Z 2000-12-31t01:02:03+01:00",
+            "2024-02-29T00:00:60Z 2023-02-29T00:00:00Z 1999-01-01T00:00:00Z",
+        ),
+        (
+            {"format": "date", "allOf": [{"maxLength": 10}]},
+            "2024-02-29 2000-02-29 1900-02-28 2023-10-31 2023-01-30 2023-12-01",
+            "2023-02-29 1900-02-29 2023-02-30 2023-04-31 2023-00-01 2023-13-01",
+        ),
+    ],
+)
+def test_formats(schema, allowed, refused, kind):
+    for text in allowed.split():
+        assert accepts({"type": "string"} | schema, f'"{text}"', kind), text
+    for text in refused.split():
+        assert not accepts({"type": "string"} | schema, f'"{text}"', kind), text
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "lark"])
+def test_names_and_data_in_schemas(kind):
+    """Keywords without an effect are no reason to refuse; data that looks like a schema stays."""
+    assert accepts(EXACT, '{"a": {"pattern": "[^\\"]"}}', kind)
+    assert not accepts(EXACT | {"additionalProperties": False}, r'{"a\"": 1}', kind)
+    named = {"properties": {"const": {"pattern": r'^[^"]$'}, "pattern": {"type": "integer"}}}
+    assert accepts(named, '{"const": "a", "pattern": 1}', kind)
+    assert not accepts(named, r'{"const": "\""}', kind)
+    for keyword in (
+        {"propertyNames": {"type": "string"}},
+        {"propertyNames": True},
+        {"uniqueItems": False},
+        {"unevaluatedProperties": {}},
+    ):
+        schema = {"type": "object", "additionalProperties": {"type": "integer"}}
+        assert accepts({"type": "object", "properties": {"a": schema | keyword}}, '{"a": {}}', kind)
 
 
 # Texts
