@@ -34,6 +34,7 @@ class DataOptions:
             its weights are not.
         chat_template: a chat template in place of the checkpoint's own: a file, or llama2, llama3,
             chatml, mistral, phi4 or granite.
+        fields: new names for fields, as data.fields of training.
         count: the number of conversations to show.
         seq_len: the tokens of a row, as training.seq_len, to count the conversations that are too
             long; 0 is the model's context.
@@ -44,6 +45,7 @@ class DataOptions:
     path: str
     model: str
     chat_template: str = ""
+    fields: dict[str, str] = dataclasses.field(default_factory=dict)
     count: int = 3
     seq_len: int = 0
     json: bool = False
@@ -74,7 +76,7 @@ def main(argv: list[str], prog: str) -> int:
     findings = Findings("refuse")
     files = corpus_files(options.path, cache_folder(), follow_links=True).values()
     with progress("conversations read", console=console) as move:
-        for record in read_records(files, findings=findings):
+        for record in read_records(files, findings=findings, new_names=options.fields):
             conversations = []
             with findings.collect():
                 conversations = record_tokens(record, tokenizer, template, stop_ids, findings.notes)

@@ -1,11 +1,11 @@
 """Files of chats, and their tokens on disk: which tokens are learned, and the split."""
 
-import functools
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +31,7 @@ from jllama.tokenizers import Tokenizer
 Form = tuple[str, ...]
 """The fields that a record has."""
 
-CACHE_VERSION = 2  # raise it when the files below, or the tokens that count, change
+CACHE_VERSION = 3  # raise it when the files below, or the tokens that count, change
 PAIR = ("chosen", "rejected")
 MESSAGES = ("messages",)
 COMPLETION = ("prompt", "completion")
@@ -40,10 +40,13 @@ FORMS = (PAIR, MESSAGES, COMPLETION, TEXT)
 """The fields that make a record a pair or a chat; if several match, the first one counts."""
 SHAREGPT = ("conversations",)
 ALPACA = ("instruction", "output")
-"""Forms of other projects, read wherever ``MESSAGES`` is. Alpaca may have ``input``, both may have
-``system``."""
+"""Forms of other projects, read wherever ``MESSAGES`` is."""
 _CHAT_FORMS = (MESSAGES, COMPLETION, SHAREGPT, ALPACA)
-_FIELDS = {*PAIR, *TEXT, "tools", "system", "input"}.union(*_CHAT_FORMS)
+_ASKS = ("prompt", "question", "instruction", "query", "conversations")
+"""Fields that may ask for the answers of a pair."""
+_MEANINGFUL = ("system", "history", "input", *_ASKS)
+"""Fields that trainers read. Where a form does not, they must not say anything that it lacks."""
+_FIELDS = {*PAIR, *TEXT, "tools", *_MEANINGFUL}.union(*_CHAT_FORMS)
 TOO_LONG_NOTE = "left out, as no token to learn is among the first training.seq_len + 1"
 """The note on a record that is too long."""
 _ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
@@ -82,7 +85,10 @@ def data_task(config: DataConfig) -> str:
     path = next(iter(corpus_files(corpus, cache_dir(config), config.follow_links).values()))
     types: dict[str, str] = {}
     if has_rows(path) or path.suffix == ".json":
-        next(read_rows(path, [], lambda _, names: types.update(names), Findings("skip")), None)
+        findings = Findings("skip")
+        next(
+            read_rows(path, [], lambda _, names: types.update(names), findings, config.fields), None
+        )
     if config.text_field in types and not config.mixture:
         return "text"
     if types.keys() >= set(PAIR):
@@ -92,25 +98,36 @@ def data_task(config: DataConfig) -> str:
 
 
 def read_records(
-    files: Iterable[Path], forms: Sequence[Form] = FORMS, findings: Findings = FAIL_FAST
+    files: Iterable[Path],
+    forms: Sequence[Form] = FORMS,
+    findings: Findings = FAIL_FAST,
+    new_names: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Record]:
     """Yield the records of these forms in files of JSON Lines, a JSON array or Parquet.
 
-    ``SHAREGPT`` and ``ALPACA`` are read wherever ``MESSAGES`` is.
+    ``SHAREGPT`` and ``ALPACA`` are read wherever ``MESSAGES`` is. ``new_names`` is for
+    ``read_rows``. ``findings`` counts fields that are not read.
 
     Raises:
         JllamaError: a line or file has none of the forms; or ``findings`` collects this.
     """
-    check = functools.partial(_form_of, forms)
+
+    def check(where: str, fields: dict[str, Any]) -> None:
+        form = _form_of(forms, where, fields)
+        kind = "files" if where == str(path) else "records"
+        read = TEXT if form == TEXT else _FIELDS
+        for name in fields.keys() - read:
+            findings.notes[f"{kind} with a field {name!r}, which is not read"] += 1
+
     for path in files:
-        for where, fields in read_rows(path, _FIELDS, check, findings):
+        for where, fields in read_rows(path, _FIELDS, check, findings, new_names):
             known = {
                 name: value
                 for name, value in fields.items()
                 if name in _FIELDS and value is not None
             }
             with findings.collect():
-                yield Record(where, check(where, known), known)
+                yield Record(where, _form_of(forms, where, known), known)
 
 
 def _form_of(forms: Sequence[Form], where: str, fields: dict[str, Any]) -> Form:
@@ -120,7 +137,7 @@ def _form_of(forms: Sequence[Form], where: str, fields: dict[str, Any]) -> Form:
         if fields.keys() >= set(form):
             return form
     names = ", ".join(fields) or "no field"
-    expected = ", or ".join(" and ".join(form) for form in forms)
+    expected = ", or ".join(" and ".join(form) for form in (*forms[:-1], *others, forms[-1]))
     raise JllamaError(f"{where} has {names}, where {expected} should be")
 
 
@@ -144,10 +161,20 @@ def record_tokens(
     with errors_as(record.where, JllamaError, json.JSONDecodeError, RecursionError):
         tools = record.fields.get("tools")
         if isinstance(tools, str):
-            tools = json.loads(tools)
+            with errors_as("tools is not JSON", ValueError, RecursionError):
+                tools = json.loads(tools)
         prompt, answers = _prompt_and_answers(record)
+        if record.form != TEXT:
+            refuse_lost_fields(record.fields, _MEANINGFUL, [prompt, *answers])
+        asks = _messages(prompt, "user")
+        answers_are_texts = all(isinstance(answer, str) for answer in answers)
+        has_question = any(message.get("role") != "system" for message in asks)
+        if record.form in (PAIR, COMPLETION) and answers_are_texts and not has_question:
+            raise JllamaError(f"nothing asks for {record.form[-1]}: it needs a prompt")
         are_texts = all(isinstance(text, str) for text in (prompt, *answers))
         if are_texts and (template is None or record.form == TEXT):
+            for text in (prompt, *answers):
+                note_special_tokens(text, tokenizer, notes)
             sides = [_text_tokens(tokenizer, prompt, answer) for answer in answers]
         elif template is None:
             raise JllamaError(
@@ -168,19 +195,81 @@ def record_tokens(
 
 def _prompt_and_answers(record: Record) -> tuple[Any, list[Any]]:
     """Return what is only context, and what is learned: one answer or conversation, or a pair's."""
-    fields = record.fields
+    fields = {name: _parsed(name, value) for name, value in record.fields.items()}
     system = [{"role": "system", "content": fields["system"]}] if fields.get("system") else []
-    if record.form == SHAREGPT:
-        return system, [fields["conversations"]]
+    if record.form in (MESSAGES, SHAREGPT):
+        return system, [fields[record.form[0]]]
+    if record.form == TEXT:
+        return "", [fields["text"]]
+    answers = [fields[name] for name in record.form if name not in _ASKS]
     if record.form == ALPACA:
         question = fields["instruction"]
         if fields.get("input"):
             question = f"{question}\n{fields['input']}"
-        return [*system, {"role": "user", "content": question}], [fields["output"]]
-    prompt = ""
-    if record.form in (PAIR, COMPLETION):
-        prompt = fields.get("prompt", fields.get("conversations", ""))
-    return prompt, [fields[name] for name in record.form if name != "prompt"]
+        question = {"role": "user", "content": question}
+        return [*system, *_history(fields.get("history") or []), question], answers
+    asks = _ASKS if record.form == PAIR else COMPLETION
+    prompt = next((fields[name] for name in asks if name in fields), "")
+    if system:
+        prompt = [*system, *_messages(prompt, "user")]
+    return prompt, answers
+
+
+def _parsed(name: str, value: Any) -> Any:
+    """Return the list of messages that a text is as JSON, and anything else unchanged."""
+    if name in TEXT or not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        items = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    are_messages = all(isinstance(item, dict) and item.keys() & {"role", "from"} for item in items)
+    return items if items and are_messages else value
+
+
+def _history(turns: Any) -> list[dict[str, Any]]:
+    """Return the messages of Alpaca's ``history``: pairs of a question and an answer."""
+    messages = []
+    if not isinstance(turns, list):
+        turns = [turns]
+    for turn in turns:
+        if not isinstance(turn, list) or [*map(type, turn)] != [str, str]:
+            raise JllamaError("history is not a list of pairs of texts, a question and an answer")
+        for role, content in zip(("user", "assistant"), turn, strict=True):
+            messages.append({"role": role, "content": content})
+    return messages
+
+
+def refuse_lost_fields(fields: dict[str, Any], names: Iterable[str], rendered: Any) -> None:
+    """Raise ``JllamaError`` if a field of these names says what the rendered messages do not."""
+    conversation = "\n".join(_texts(rendered))
+    for name in names:
+        if any(text not in conversation for text in _texts(_parsed(name, fields.get(name)))):
+            raise JllamaError(
+                f"{name} is not read here: put what it says into the messages or the prompt, or "
+                "remove it"
+            )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts of messages, of lists of them, and of a text."""
+    if isinstance(value, str):
+        yield value.strip()
+    elif isinstance(value, dict):
+        yield from _texts(value.get("content", value.get("value")))
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+
+
+def note_special_tokens(text: str, tokenizer: Tokenizer, notes: Counter[str] | None) -> None:
+    """Count a text in ``notes`` for each special token that it spells, as it gets the characters.
+
+    Only a chat template writes special tokens.
+    """
+    for name in tokenizer.special_tokens:
+        if notes is not None and name in text:
+            notes[f"texts that spell {name}, which become characters and no special token"] += 1
 
 
 def _text_tokens(tokenizer: Tokenizer, prompt: str, answer: str) -> _Side:
@@ -198,9 +287,7 @@ def _text_tokens(tokenizer: Tokenizer, prompt: str, answer: str) -> _Side:
 def _conversations(prompt: Any, answers: list[Any]) -> Iterator[tuple[list[Any], set[int]]]:
     """Yield the messages of each side, and the indices of those that are learned."""
     context = _messages(prompt, "user")
-    sides = [_messages(answer, "assistant") for answer in answers]
-    # A side may repeat the prompt.
-    sides = [side if side[: len(context)] == context else context + side for side in sides]
+    sides = [_joined(context, _messages(answer, "assistant")) for answer in answers]
     num_context = max(len(context), _num_shared(sides))
     for side in sides:
         learned = {
@@ -211,6 +298,38 @@ def _conversations(prompt: Any, answers: list[Any]) -> Iterator[tuple[list[Any],
             if message.get("weight") in (0, 1):
                 del message["weight"]
         yield openai_messages(side, is_request=False), learned
+
+
+def _joined(context: list[dict[str, Any]], side: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a context and an answer as one conversation, without any message twice.
+
+    An answer that begins with a question is the whole conversation, unless the context ends with
+    an answer.
+
+    Raises:
+        JllamaError: such an answer begins with another context.
+    """
+    system, turns = _split_system(context)
+    own_system, own_turns = _split_system(side)
+    is_continued = turns and turns[-1].get("role") == "assistant"
+    repeats = own_turns[: len(turns)] == turns
+    is_whole = own_turns and own_turns[0].get("role") == "user"
+    if not is_whole or (is_continued and not repeats):
+        return context + side
+    if not repeats or (system and own_system and system != own_system):
+        raise JllamaError(
+            "an answer begins with a question, but with another one than the prompt, or with "
+            "another system message: leave one of them out"
+        )
+    return (own_system or system) + own_turns
+
+
+def _split_system(messages: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Return the system messages that a conversation begins with, and the others."""
+    count = 0
+    while count < len(messages) and messages[count].get("role") == "system":
+        count += 1
+    return messages[:count], messages[count:]
 
 
 def _messages(value: Any, role: str) -> list[dict[str, Any]]:
@@ -272,7 +391,7 @@ def prepare_chats(
         for path in config.mixture or [config.path]
     }
     listings = [file_stats(files) for files in sources.values()]
-    options = [is_pairs, config.too_long, window, config.bad_rows]
+    options = [is_pairs, config.too_long, window, config.bad_rows, config.fields]
     key = sha256(CACHE_VERSION, listings, options, tokenizer.fingerprint(), template, [*stop_ids])
     folder = cache / f"chats-{key[:16]}"
 
@@ -347,7 +466,7 @@ def _write_chats(
         (folder / "tokens.bin").open("wb") as file,
     ):
         for source, files in enumerate(sources.values()):
-            for record in read_records(files.values(), forms, findings):
+            for record in read_records(files.values(), forms, findings, config.fields):
                 sides = []
                 with findings.collect():
                     sides = record_tokens(record, tokenizer, template, stop_ids, findings.notes)

@@ -19,6 +19,8 @@ class DataConfig:
             answers; ``auto`` decides by the fields of the first record.
         text_field: the field of each ``.jsonl`` object, or the column of a Parquet file, that holds
             the text.
+        fields: new names for fields of chats, pairs and prompts, as in ``{"question": "prompt",
+            "answer": "completion"}``.
         encoding: the encoding of text files, by Python's name (``latin-1``, say); rows are UTF-8.
         bad_rows: rows and files that cannot be learned from are all named and refused
             (``refuse``), or left out and counted (``skip``).
@@ -45,6 +47,7 @@ class DataConfig:
     mixture: dict[str, float] = dataclasses.field(default_factory=dict)
     task: Literal["auto", "text", "chat", "preference"] = "auto"
     text_field: str = "text"
+    fields: dict[str, str] = dataclasses.field(default_factory=dict)
     encoding: str = "utf-8"
     bad_rows: Literal["refuse", "skip"] = "refuse"
     follow_links: bool = False

@@ -19,8 +19,9 @@ import sysconfig
 import urllib.request
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from jllama.errors import JllamaError
@@ -209,24 +210,29 @@ def read_rows(
     names: Collection[str],
     check: Callable[[str, dict[str, str]], object],
     findings: Findings = FAIL_FAST,
+    new_names: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the place and the fields of each JSON object or Parquet row of a file.
 
     A JSON object is a line that is not blank, or an element of one array; all its fields are
-    returned. Only the columns in ``names`` are read from Parquet.
+    returned. Only the columns in ``names`` are read from Parquet, without the nulls that its types
+    add to calls and tools.
 
     ``check`` may raise ``JllamaError``. It is called with the place of an object, or with the path
-    of a Parquet file, and with the types of the fields by name.
+    of a Parquet file, and with the types of the fields by name. ``new_names`` has the names that
+    fields get before anything else looks at them.
     """
     with findings.collect(), _open_file(path) as (kind, file):
         if kind == "Parquet":
             parquet = _import_reader(path, kind)
             table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
             types = {field.name: str(field.type) for field in table.schema_arrow}
-            check(str(path), types)
-            batches = table.iter_batches(64, columns=[name for name in names if name in types])
+            check(str(path), _renamed(types, new_names))
+            columns = [name for name in types if new_names.get(name, name) in names]
+            batches = table.iter_batches(64, columns=columns)
             rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
-            yield from ((f"{path} row {number}", row) for number, row in enumerate(rows, 1))
+            for number, row in enumerate(rows, 1):
+                yield f"{path} row {number}", _renamed(_without_padding(row), new_names)
             return
         for place, value in _json_values(path, file):
             problem = f"{place} is not a JSON object"
@@ -234,9 +240,33 @@ def read_rows(
                 with errors_as(problem, ValueError, TypeError, RecursionError):
                     if isinstance(value, bytes):
                         value = json.loads(value.decode())
-                    fields = {**value}
+                    fields = _renamed({**value}, new_names)
                 check(place, {name: type(field).__name__ for name, field in fields.items()})
                 yield place, fields
+
+
+def _renamed(fields: dict[str, Any], new_names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields by their new names."""
+    renamed = {new_names.get(name, name): value for name, value in fields.items()}
+    if len(renamed) < len(fields):
+        raise JllamaError(f"{', '.join(fields)}: two of them have one name by data.fields")
+    return renamed
+
+
+def _without_padding(value: Any, is_inside: bool = False) -> Any:
+    """Return a value of Parquet without null fields inside of calls and tools.
+
+    A type of Parquet has the fields of all rows, which are null in a row that lacks them.
+    """
+    if isinstance(value, list):
+        return [_without_padding(item, is_inside) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: _without_padding(item, is_inside or name in ("tools", "tool_calls"))
+        for name, item in value.items()
+        if item is not None or not is_inside
+    }
 
 
 def _json_values(path: Path, file: Any) -> Iterator[tuple[str, Any]]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import grain
 import numpy as np
 
+from jllama.data.chats import note_special_tokens, refuse_lost_fields
 from jllama.data.config import DataConfig
 from jllama.data.corpus import Findings, corpus_files, read_rows
 from jllama.data.tokens import cache_dir, sha256
@@ -90,7 +91,7 @@ def prepare_prompts(
     files = corpus_files(config.path, cache_dir(config), config.follow_links)
     with progress("reading prompts") as advance:
         for path in files.values():
-            _read_file(path, tokenizer, template, max_prompt_tokens, findings, rows)
+            _read_file(path, config, tokenizer, template, max_prompt_tokens, findings, rows)
             advance(1)
     notes = findings.finish()
     fractions = sorted(rows)
@@ -109,6 +110,7 @@ def prepare_prompts(
 
 def _read_file(
     path: Path,
+    config: DataConfig,
     tokenizer: Tokenizer,
     template: str | None,
     max_prompt_tokens: int,
@@ -117,10 +119,16 @@ def _read_file(
 ) -> None:
     """Add the prompts of a file to ``rows``, by their fractions; equal records are one."""
     columns: list[str] = []
-    for place, fields in read_rows(path, columns, lambda _, names: columns.extend(names), findings):
+    rows_of_file = read_rows(
+        path, columns, lambda _, names: columns.extend(names), findings, config.fields
+    )
+    for place, fields in rows_of_file:
         with findings.collect(), errors_as(place, JllamaError, TypeError, ValueError):
             text = json.dumps(fields, sort_keys=True)
             prompt = fields.get("messages") or fields.get("prompt")
+            refuse_lost_fields(fields, ("system", "history"), prompt)
+            if isinstance(prompt, str):
+                note_special_tokens(prompt, tokenizer, findings.notes)
             row = PromptRow(_ids(prompt, fields, tokenizer, template), prompt, fields, place)
             if len(row.ids) > max_prompt_tokens:
                 findings.notes[f"left out, over {max_prompt_tokens} tokens"] += 1

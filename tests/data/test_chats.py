@@ -608,6 +608,136 @@ def test_arguments_are_learned_once_encoded(tmp_path):
             tokens_of(record, tmp_path, template)
 
 
+# What stands beside the form
+
+QUESTION, ANSWER = user("Where?"), assistant("In Rome.")
+SYSTEM = {"role": "system", "content": "Be brief."}
+EARLIER = [user("Hi"), assistant("Hello")]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"system": "Be brief.", "messages": [QUESTION, ANSWER]},
+        {"system": "Be brief.", "messages": [SYSTEM, QUESTION, ANSWER]},
+        {"system": "Be brief.", "prompt": "Where?", "completion": "In Rome."},
+        {"system": "Be brief.", "prompt": [QUESTION], "completion": [QUESTION, ANSWER]},
+        {"prompt": [SYSTEM, QUESTION], "completion": [QUESTION, ANSWER]},
+        {"prompt": [QUESTION], "completion": [SYSTEM, QUESTION, ANSWER]},
+        {"messages": json.dumps([SYSTEM, QUESTION, ANSWER])},
+        {"prompt": json.dumps([SYSTEM, QUESTION]), "completion": json.dumps([ANSWER])},
+        {"conversations": [{"from": "human", "value": "Where?"}, ANSWER], "system": "Be brief."},
+        {"instruction": "Where?", "output": "In Rome.", "system": "Be brief.", "history": []},
+        {"messages": [SYSTEM, QUESTION, ANSWER], "question": "Where?", "instruction": ""},
+    ],
+)
+def test_what_stands_beside_a_form_is_in_the_conversation_once(record, tmp_path):
+    (expected,) = tokens_of({"messages": [SYSTEM, QUESTION, ANSWER]}, tmp_path)
+    assert tokens_of(record, tmp_path) == [expected]
+
+
+@pytest.mark.parametrize("name", ["prompt", "question", "instruction", "query"])
+def test_pairs_have_their_question(name, tmp_path):
+    expected = tokens_of(
+        {"prompt": [SYSTEM, QUESTION], "chosen": [ANSWER], "rejected": [assistant("No.")]}, tmp_path
+    )
+    pair = {"system": "Be brief.", name: "Where?", "chosen": "In Rome.", "rejected": "No."}
+    assert tokens_of(pair, tmp_path) == expected
+
+
+def test_history_is_context(tmp_path):
+    record = {"instruction": "Where?", "output": "In Rome.", "history": [["Hi", "Hello"]]}
+    ((ids, counted),) = tokens_of(record, tmp_path)
+    ((expected, _),) = tokens_of({"messages": [*EARLIER, QUESTION, ANSWER]}, tmp_path)
+    assert ids == expected
+    assert counted == [*TOKENIZER.encode("In Rome."), END]
+
+
+def test_an_answer_goes_on_after_an_answer(tmp_path):
+    (expected,) = tokens_of({"prompt": EARLIER, "completion": [QUESTION, ANSWER]}, tmp_path)
+    assert expected[0] == tokens_of({"messages": [*EARLIER, QUESTION, ANSWER]}, tmp_path)[0][0]
+    with pytest.raises(JllamaError, match="begins with a question, but with another one than"):
+        tokens_of({"prompt": "Who?", "completion": [QUESTION, ANSWER]}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"question": "Who?", "messages": [QUESTION, ANSWER]}, "question is not read here: put"),
+        ({"history": [["Hi", "x"]], "messages": [QUESTION, ANSWER]}, "history is not read here"),
+        ({"system": "Be long.", "messages": [SYSTEM, QUESTION, ANSWER]}, "another system message"),
+        ({"prompt": "", "completion": "In Rome."}, "nothing asks for completion: it needs a prom"),
+        ({"prompt": None, "chosen": "\n\nHuman: a", "rejected": "b"}, "nothing asks for rejected"),
+        ({"system": "x", "chosen": "a", "rejected": "b"}, "nothing asks for rejected"),
+        ({"instruction": "q", "output": "a", "history": ["Hi"]}, "history is not a list of pairs"),
+        ({"input": "x", "prompt": "q", "completion": "a"}, "input is not read here"),
+    ],
+)
+def test_nothing_is_lost_without_a_word(record, said, tmp_path):
+    with pytest.raises(JllamaError, match=f"line 1: .*{said}"):
+        tokens_of(record, tmp_path)
+
+
+def test_fields_that_are_not_read_are_counted(tmp_path):
+    records = [chat(number) | {"source": "a"} for number in range(30)] + [chat(30) | {"id": 3}]
+    data = prepare(write(tmp_path / "a.jsonl", records), template=PROMPTED)
+    assert set(data.notes) == {
+        "records with a field 'source', which is not read: 30",
+        "records with a field 'id', which is not read: 1",
+    }
+    texts = [{"text": f"words {number}", "prompt": "x"} for number in range(30)]
+    data = prepare(write(tmp_path / "b.jsonl", texts), task="chat")
+    assert data.notes == ("records with a field 'prompt', which is not read: 30",)
+
+
+def test_special_tokens_in_a_text_are_named(tmp_path):
+    texts = [{"text": f"words {number}<|im_end|>"} for number in range(30)]
+    data = prepare(write(tmp_path / "b.jsonl", texts), task="chat")
+    assert data.notes == (
+        "texts that spell <|im_end|>, which become characters and no special token: 30",
+    )
+
+
+def test_fields_get_the_names_that_are_given(tmp_path):
+    records = [{"question": f"q {number}", "answer": f"a {number}"} for number in range(30)]
+    fields = {"question": "prompt", "answer": "completion"}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "rows.parquet")
+    for path in (write(tmp_path / "rows.jsonl", records), tmp_path / "rows.parquet"):
+        data = prepare(path, fields=fields, template=PROMPTED)
+        assert answers(data) == sorted(f"a {number}" for number in range(30))
+        assert data.notes == ()
+    with pytest.raises(JllamaError, match="question, answer: two of them have one name by data"):
+        prepare(path, fields={"question": "answer"})
+
+
+def test_parquet_adds_no_arguments(tmp_path):
+    """A type has the fields of all rows; a null that a tool's row has itself is not of it."""
+
+    def record(name, arguments):
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        parameters = {
+            "type": "object",
+            "properties": {key: {"type": "string"} for key in arguments},
+        }
+        tool = {"type": "function", "function": {"name": name, "parameters": parameters}}
+        return {
+            "messages": [user(name), {"role": "assistant", "content": "", "tool_calls": [call]}],
+            "tools": [tool],
+        }
+
+    records = [record("weather", {"city": "Rome"}), record("add", {"a": "1", "b": "2"})]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "rows.parquet")
+    template = "{{ tools | tojson }}{% for m in messages %}{{ m.role + m.content }}"
+    template += "{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}"
+    template += "<|im_end|>{% endfor %}"
+    actual = read_records([tmp_path / "rows.parquet"])
+    expected = read_records([write(tmp_path / "rows.jsonl", records)])
+    for one, other in zip(actual, expected, strict=True):
+        sides = [record_tokens(row, TOKENIZER, template, STOP_IDS) for row in (one, other)]
+        assert sides[0] == sides[1]
+        assert "null" not in TOKENIZER.decode(sides[0][0][0])
+
+
 # Bad rows, and what is noted
 
 
@@ -794,7 +924,8 @@ def test_tokens_are_kept_and_found_again(tmp_path, monkeypatch):
         ("[1]", "a.jsonl line 4 is not a JSON object: 'list' object"),
         (
             '{"body": 1, "id": 2}',
-            "line 4 has body, id, where messages, or prompt and completion, or text should be$",
+            "line 4 has body, id, where messages, or prompt and completion, or conversations, or "
+            "instruction and output, or text should be$",
         ),
         ('{"messages": null}', "line 4 has no field, where messages, or prompt"),
         ('{"prompt": "x"}', "line 4 has prompt, where messages, or prompt and completion, or"),
@@ -825,12 +956,12 @@ def test_tokens_are_kept_and_found_again(tmp_path, monkeypatch):
         ),
         (
             '{"messages": [{"role": "assistant", "content": "x"}], "tools": "{"}',
-            "line 4: Expecting property name",
+            "line 4: tools is not JSON: Expecting property name",
         ),
         (
             '{"messages": [{"role": "assistant", "content": "x"}], "tools": "%s"}'
             % ("[" * 100_000),
-            "line 4: maximum rec",
+            "line 4: tools is not JSON: maximum rec",
         ),
         (
             '{"messages": [{"content": "x"}]}',
@@ -888,7 +1019,7 @@ def test_other_bad_input(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"id": [1], "body": ["x"]}), tmp_path / "c.parquet")
     with pytest.raises(
         JllamaError,
-        match=r"c.parquet has id, body, where messages, or prompt and completion, or text",
+        match=r"c.parquet has id, body, where messages, or prompt and completion, or conversations",
     ):
         prepare(tmp_path / "c.parquet", task="chat")
     (tmp_path / "d.md").write_text("# Chats\n")

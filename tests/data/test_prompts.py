@@ -52,6 +52,17 @@ def test_a_text_is_continued_and_messages_go_through_the_template(read):
     assert "Hm" in TOKENIZER.decode(listed.ids)
 
 
+def test_nothing_that_stands_beside_a_prompt_is_lost(read):
+    for name in ("system", "history"):
+        with pytest.raises(JllamaError, match=f"line 1: {name} is not read here: put what it says"):
+            read([RECORDS[0] | {name: "Be brief."}, RECORDS[1]])
+    data = read([{"prompt": "</s>1+1="}, *RECORDS[:3]])
+    assert data.notes == ("texts that spell </s>, which become characters and no special token: 1",)
+    renamed = [{"question": row["prompt"], "answer": row["answer"]} for row in RECORDS]
+    ids = {row.ids for row in rows_of(read(renamed, fields={"question": "prompt"}))}
+    assert ids == {row.ids for row in rows_of(read(RECORDS))}
+
+
 def test_the_held_out_prompts_do_not_depend_on_the_order(read):
     first = read(RECORDS, validation_fraction=0.3)
     shuffled = random.Random(0).sample(RECORDS, len(RECORDS))
