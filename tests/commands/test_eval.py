@@ -285,7 +285,7 @@ def test_what_cannot_be_scored_of_chats_is_one_sentence(place, chats, capsys):
             1,
             "line 1: the model has no chat template: give a prompt and an answer that are texts",
         ),
-        (["pairs.jsonl"], 1, "where messages, or prompt and completion, or text should be"),
+        (["pairs.jsonl"], 1, "where messages, or prompt and completion, or conversations, or"),
         (["chats.jsonl", "--data.task", "chat"], 2, "there is no option data.task"),
     ]:
         data, *others = arguments
