@@ -27,6 +27,7 @@ from jllama.files import atomic_write, errors_as, refuse_special_files, restore_
 from jllama.language_model import LanguageModel
 from jllama.parameters import count_parameters
 from jllama.progress import progress
+from jllama.templates.messages import with_date
 from jllama.tokenizers import Tokenizer, has_tokenizer
 
 Layout = Literal["decode", "training"]
@@ -189,7 +190,7 @@ def load(
         checkpoint.config,
         params,
         tokenizer,
-        checkpoint.chat_template,
+        checkpoint.chat_template and with_date(checkpoint.chat_template),
         checkpoint.stop_ids or ((tokenizer.eos_id,) if tokenizer else ()),
         checkpoint.step,
         Path(path).name or source.resolve().name,

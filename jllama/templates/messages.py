@@ -1,6 +1,7 @@
 """Messages, the token ids that a chat template makes of them, and which of these are learned."""
 
 import contextlib
+import datetime
 import itertools
 import json
 import os
@@ -59,7 +60,7 @@ _TEMPLATE_OF = {
 
 
 def find_template(tokenizer: Tokenizer, own: str | None, choice: str | None = None) -> str:
-    """Return the Jinja template to converse with, as ``with_tools`` returns it.
+    """Return the Jinja template to converse with, as ``with_tools`` and ``with_date`` return it.
 
     Args:
         tokenizer: decides between ``TEMPLATES`` if there is neither a choice nor an own template.
@@ -73,9 +74,9 @@ def find_template(tokenizer: Tokenizer, own: str | None, choice: str | None = No
     if choice is not None:
         advice = f"the template {choice!r} cannot be read: give a file or one of {names}"
         with errors_as(advice, OSError, ValueError):
-            return with_tools(TEMPLATES.get(choice) or Path(choice).read_text(encoding="utf-8"))
+            own = TEMPLATES.get(choice) or Path(choice).read_text(encoding="utf-8")
     if own:
-        return with_tools(own)
+        return with_date(with_tools(own))
     for token, name in _TEMPLATE_OF.items():
         if token in tokenizer.special_tokens:
             return TEMPLATES[name]
@@ -85,6 +86,17 @@ def find_template(tokenizer: Tokenizer, own: str | None, choice: str | None = No
         "the checkpoint has no chat template and its tokenizer no special tokens of a known one: "
         f"give one of {names} or a file, if the model was trained to converse at all"
     )
+
+
+def with_date(template: str) -> str:
+    """Put today's date in front of a template that asks for it and has none, as a comment.
+
+    A rendering then depends on nothing but the template and its variables. Other programs pass over
+    the comment.
+    """
+    if "strftime_now" not in template or "{# date: " in template:
+        return template
+    return f"{{# date: {datetime.date.today()} #}}{template}"
 
 
 def with_tools(template: str) -> str:

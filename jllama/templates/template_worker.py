@@ -11,6 +11,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -72,14 +73,19 @@ _environment = _Environment(
 )
 _environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
 _environment.globals["raise_exception"] = _raise_exception
-_environment.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
 _compiled = functools.lru_cache(maxsize=8)(_environment.from_string)
 
 
 def _render(template: str, variables: dict[str, Any]) -> str:
-    """Return the text, and set ``_Generation.spans`` to the places of the tags in it."""
+    """Return the text, and set ``_Generation.spans`` to the places of the tags in it.
+
+    The template's ``strftime_now`` takes the date from its comment ``{# date: 2026-11-27 #}``.
+    """
     _Generation.position = 0
     _Generation.spans = []
+    dated = re.search(r"\{# date: (\d+-\d+-\d+) #\}", template)
+    now = datetime.datetime.fromisoformat(dated[1]) if dated else datetime.datetime.now()
+    variables = variables | {"strftime_now": now.strftime}
     parts = []
     for part in _compiled(template).generate(variables):
         parts.append(part)

@@ -17,7 +17,7 @@ from jllama.data.tokens import prepare_data
 from jllama.errors import UsageError, check_fields, no_tokenizer
 from jllama.generation.text import prompt_ids
 from jllama.presets import preset
-from jllama.templates.messages import chat_format, find_template
+from jllama.templates.messages import chat_format, find_template, with_date
 from jllama.tokenizers import Tokenizer, load_tokenizer
 from jllama.training.config import TrainConfig
 
@@ -119,6 +119,8 @@ def _open_origin(config: TrainConfig, existing: Path | None) -> Checkpoint:
     if config.data.chat_template and not existing:  # an existing run's folder has the template
         template = find_template(origin.tokenizer, None, config.data.chat_template)
         origin = dataclasses.replace(origin, chat_template=template)
+    if origin.chat_template:
+        origin = dataclasses.replace(origin, chat_template=with_date(origin.chat_template))
     return origin
 
 

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import datetime
 import gzip
 import itertools
 import json
@@ -1131,6 +1132,29 @@ def test_another_template_than_the_checkpoints(checkpoint, tmp_path):
         JllamaError, match=r"mine.jinja' cannot be read: give a file or one of chatml"
     ):
         resolve(options, None)
+
+
+def test_the_date_is_kept_with_the_run(checkpoint, tmp_path):
+    """A template that asks for it gets the day of the run, also when it goes on on another day."""
+    dated = "{# date: 2020-02-03 #}{{ strftime_now('%d %b %Y') }} " + CHATML
+    template = tmp_path / "mine.jinja"
+    template.write_text(dated)
+    path = write(tmp_path / "a.jsonl", map(chat, range(30)))
+    options = ("--data.chat_template", template, "--training.steps", 1, "--training.seq_len", 60)
+    assert train(checkpoint, tmp_path, path, *options)[0] == 0
+    run = tmp_path / "run"
+    assert open_checkpoint(run).chat_template == dated
+    assert jllama.load(run).chat_template == dated
+    (tmp_path / "mine.jinja").write_text(dated.partition("#}")[2])
+    data = config(path, chat_template=str(template))
+    options = TrainConfig(
+        LlamaConfig(), init_from=str(checkpoint), data=data, training=LoopConfig(sample_tokens=0)
+    )
+    for existing, day in ((run, "03 Feb 2020"), (None, f"{datetime.date.today():%d %b %Y}")):
+        _, prepared, origin = resolve(options, existing)
+        (actual,) = {TOKENIZER.decode(ids)[:11] for ids, _ in conversations_of(prepared.train)}
+        assert actual == day
+        assert "{# date: " in origin.chat_template
 
 
 def train(checkpoint, folder, path, *options):

@@ -1,5 +1,6 @@
 """Conversations as token ids: what transformers gives, what Meta's reference code gives."""
 
+import datetime
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from jllama.templates.messages import (
     end_of_turn_ids,
     find_template,
     template_variables,
+    with_date,
 )
 from jllama.templates.template import render
 from jllama.tokenizers import BytesTokenizer, as_huggingface, save_huggingface, train_sentencepiece
@@ -239,6 +241,27 @@ FEATURES = """\
 {% set text %}  kept {{ messages | length }}{% endset %}{{ text }}{{ undefined_thing }}{{ (1, [2], {3: 4}) }}
 {%- if add_generation_prompt %}{{ '<|im_start|>' -}}{% endif %}
 """  # noqa: E501
+
+
+@pytest.mark.parametrize("name", ["llama3_2", "smollm3", "granite3_3"])
+def test_the_date_is_a_part_of_the_template(name):
+    """A rendering is the same on any day; to other programs the date is a comment."""
+    own = Path(__file__).with_name("stock").joinpath(f"{name}.jinja").read_text()
+    dated = with_date(own)
+    assert dated == f"{{# date: {datetime.date.today()} #}}{own}"
+    assert with_date(dated) == dated
+    assert find_template(LLAMA_3, dated).endswith(dated)
+    assert with_date(FEATURES[:99]) == FEATURES[:99]
+    variables = {"messages": [{"role": "user", "content": "q"}], "bos_token": "<s>", "tools": None}
+    other_day = f"{{# date: 2021-01-31 #}}{own}"
+    texts = [render(template, **variables) for template in (own, dated, other_day)]
+    assert texts[0] == texts[1] != texts[2]
+    assert "31 Jan" in texts[2] or "January 31" in texts[2] or "31 January" in texts[2]
+    messages = variables.pop("messages")
+    theirs, _ = render_jinja_template([messages], chat_template=dated, **variables)
+    assert theirs == [texts[0]]
+    with pytest.raises(JllamaError, match="the chat template failed: month must be in 1"):
+        render("{# date: 2021-31-31 #}", **variables)
 
 
 @given(conversations(), st.booleans())
