@@ -117,7 +117,7 @@ def main():
             trained_by_muon, one_and_eight_devices(sizes)
         )
         states = by_eight.opt_state[1][0].inner_states
-        momentum = states["muon"].inner_state.mu["layers"]
+        momentum = states["muon"].inner_state.trace["layers"]
         report[name] = {
             "muon_error": max(
                 distance(by_eight.params, by_one.params), distance(losses, losses_of_one)

@@ -98,30 +98,29 @@ def _as_matrix(path: str, leaf: Any) -> Any:
 def muon(config: OptimizerConfig) -> optax.GradientTransformation:
     """Return Muon's direction for each matrix of each layer, and AdamW's for everything else.
 
-    ``0.2 * sqrt(max(inputs, outputs)) * orthogonal(m)``, where ``m`` is Nesterov momentum with
-    decay 0.95, and ``orthogonal`` brings its singular values near 1 by five Newton-Schulz steps
-    (Jordan et al. 2024). The factor gives the direction the root mean square of AdamW's, so that
-    both share a learning rate (arXiv:2502.16982, section 2.2). An adapter's ``a`` and ``b`` are two
-    matrices. Several input axes (or output axes) count as one.
+    ``0.2 * sqrt(max(inputs, outputs)) * orthogonal(m)``, where ``m`` is Nesterov momentum,
+    ``t = 0.95 t + g`` and ``m = 0.95 t + g``, and ``orthogonal`` brings its singular values near 1
+    by five Newton-Schulz steps (Jordan et al. 2024). The factor gives the direction the root mean
+    square of AdamW's, so that both share a learning rate (arXiv:2502.16982, section 2.2). An
+    adapter's ``a`` and ``b`` are two matrices. Several input axes (or output axes) count as one.
     """
     axes_of = functools.partial(map_by_path, _matrix_axes)
-    orthogonal: Any = optax.contrib.scale_by_muon(weight_dimension_numbers=axes_of)
-
-    # The polynomial's coefficients are left out of the state, where moment_dtype would round them.
-    def init(params: Any) -> Any:
-        return orthogonal.init(params)._replace(ns_coeffs=())
+    momentum = optax.trace(0.95, nesterov=True)
+    # Without momentum of its own: it would correct gradient and momentum by different factors.
+    orthogonal: Any = optax.contrib.scale_by_muon(
+        beta=0.0, nesterov=False, weight_dimension_numbers=axes_of
+    )
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        state = state._replace(ns_coeffs=orthogonal.init({}).ns_coeffs)
-        updates, state = orthogonal.update(updates, state, params)
-        updates = jax.tree.map(_scale_as_adamw, updates, axes_of(updates))
-        return updates, state._replace(ns_coeffs=())
+        updates, state = momentum.update(updates, state, params)
+        updates, _ = orthogonal.update(updates, orthogonal.init(updates))
+        return jax.tree.map(_scale_as_adamw, updates, axes_of(updates)), state
 
     def part_of(path: str, leaf: Any) -> str:
         return "muon" if path.startswith("layers/") and _is_matrix(path, leaf) else "adamw"
 
     parts: Any = {
-        "muon": optax.GradientTransformation(init, update),
+        "muon": optax.GradientTransformation(momentum.init, update),
         "adamw": optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
     }
     return optax.partition(parts, functools.partial(map_by_path, part_of))

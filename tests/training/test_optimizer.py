@@ -376,25 +376,24 @@ ADAPTER = {"wq": {"a": np.ones((2, 8, 3)), "b": np.ones((2, 3, 8)), "magnitude":
     ],
     ids=["whole", "adapter", "part", "no matrix", "every"],
 )
-def test_muon_is_optax_s_own_on_each_matrix_of_each_layer_and_adamw_on_all_else(params):
+def test_muon_is_the_paper_s_on_each_matrix_of_each_layer_and_adamw_on_all_else(params):
+    """Jordan et al. 2024 in float64: two interpolations, five steps of the polynomial."""
     config = OptimizerConfig("muon", 0.1, 1.0, 0.0, beta1=0.8, weight_decay=0.3, clip_norm=1e30)
     rng, params = np.random.default_rng(0), jax.tree.map(jnp.float32, params)
     muon, adamw = (
         make_optimizer(config, 20),
         make_optimizer(dataclasses.replace(config, name="adamw"), 20),
     )
-    alone = optax.contrib.muon(0.1, weight_decay=0.3, consistent_rms=0.2)
     together, other = params, params
     matrices = {
-        (path, index): matrix
+        (path, index): np.float64(matrix)
         for path, leaf in by_path(params).items()
         for index, matrix in enumerate(matrices_of(path, leaf))
         if path in MATRICES - {"embed", "lm_head"} or path.endswith(("/a", "/b"))
     }
-    state, state_of_other, state_alone = muon.init(params), adamw.init(params), alone.init(matrices)
-    updates, updates_of_other, updates_alone = map(
-        jax.jit, (muon.update, adamw.update, alone.update)
-    )
+    momenta = {key: np.zeros_like(matrix) for key, matrix in matrices.items()}
+    state, state_of_other = muon.init(params), adamw.init(params)
+    updates, updates_of_other = map(jax.jit, (muon.update, adamw.update))
     for _ in range(20):
         gradients = jax.tree.map(lambda leaf: jnp.float32(rng.standard_normal(leaf.shape)), params)
         stacks = {path: matrices_of(path, leaf) for path, leaf in by_path(gradients).items()}
@@ -402,10 +401,16 @@ def test_muon_is_optax_s_own_on_each_matrix_of_each_layer_and_adamw_on_all_else(
         together = optax.apply_updates(together, update)
         update, state_of_other = updates_of_other(gradients, state_of_other, other)
         other = optax.apply_updates(other, update)
-        update, state_alone = updates_alone(
-            {key: stacks[key[0]][key[1]] for key in matrices}, state_alone, matrices
-        )
-        matrices = optax.apply_updates(matrices, update)
+        for key, matrix in matrices.items():
+            gradient = np.float64(stacks[key[0]][key[1]])
+            momenta[key] = 0.95 * momenta[key] + 0.05 * gradient
+            x = 0.05 * gradient + 0.95 * momenta[key]
+            x /= np.linalg.norm(x)
+            for _ in range(5):
+                square = x @ x.T
+                x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+            direction = 0.2 * math.sqrt(max(x.shape)) * x
+            matrices[key] = matrix - 0.1 * (direction + 0.3 * matrix)
     seen = set()
     for path, leaf in by_path(together).items():
         for index, matrix in enumerate(matrices_of(path, leaf)):
