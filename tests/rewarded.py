@@ -97,11 +97,12 @@ EXACT = {
     for parts in (1, 2, 8)
 }
 EXACT |= {
+    "bfloat16, 8 answers": {"dtype": "bfloat16", "batch_size": 8},
     "adapters, divergence, two updates": {
         "dtype": "float32",
         "grpo": dataclasses.replace(LONG, kl=0.1, updates=2),
         "lora": LoraConfig(rank=4, alpha=8.0),
-    }
+    },
 }
 EIGHT_DEVICES = {
     "data=8": {"dtype": "float32", "mesh": MeshConfig(data=8)},
@@ -109,7 +110,12 @@ EIGHT_DEVICES = {
 }
 
 
-SOME = ("float32, 8 parts", "bfloat16, 2 parts", "adapters, divergence, two updates")
+SOME = (
+    "float32, 8 parts",
+    "bfloat16, 2 parts",
+    "bfloat16, 8 answers",
+    "adapters, divergence, two updates",
+)
 CASES = {
     "exact": EXACT,
     "some": {case: EXACT[case] for case in SOME},
@@ -118,11 +124,18 @@ CASES = {
 }
 
 
-def exact_run(folder, name, *, dtype, accumulation=1, grpo=LONG, **options):
+def exact_run(folder, name, *, dtype, accumulation=1, batch_size=64, grpo=LONG, **options):
     """Run in exact mode, with tokens of over 1,000 answers and prompts in the prefix cache."""
-    steps = 4 if grpo.updates > 1 else 3
+    steps = 192 // batch_size
+    if grpo.updates > 1:
+        steps = 4
     loop = dataclasses.replace(
-        LONG_LOOP, dtype=dtype, accumulation=accumulation, steps=steps, eval_every=steps
+        LONG_LOOP,
+        dtype=dtype,
+        accumulation=accumulation,
+        batch_size=batch_size,
+        steps=steps,
+        eval_every=steps,
     )
     return train(folder, name, grpo=grpo, loop=loop, sampling=TRUNCATED, **options)
 
