@@ -411,7 +411,7 @@ def prepare_chats(
                 f"{' and '.join(sources)}: {len(fractions)} different conversations can be learned "
                 "from; give at least 2, one of them to hold out, or a larger training.seq_len"
             )
-        notes = tuple(json.loads((folder / "notes.json").read_text()))
+        report = json.loads((folder / "report.json").read_text())
         tokens = np.memmap(folder / "tokens.bin", _TOKEN, "r", shape=int(entries["tokens"].sum()))
 
     # 4. Split the conversations.
@@ -439,7 +439,9 @@ def prepare_chats(
             raise JllamaError(
                 f"{path} has no conversation to train on; give more of it, or leave it out"
             )
-    fingerprint = sha256(key, config.validation_fraction, weights, config.packing)
+    options = [config.validation_fraction, weights, config.packing]
+    fingerprint = sha256(report["fingerprint"], *options)
+    notes = tuple(report["notes"])
     return ChatDataset(tokenizer, **splits, fingerprint=fingerprint, counts=counts, notes=notes)
 
 
@@ -453,13 +455,15 @@ def _write_chats(
     stop_ids: Sequence[int],
     window: int,
 ) -> None:
-    """Write ``tokens.bin``, an entry for each side in ``entries.npy``, and ``notes.json``.
+    """Write ``tokens.bin``, an entry for each side in ``entries.npy``, and ``report.json``.
 
-    Every side is cut to ``window`` tokens, also one that is dropped.
+    The report has the notes and, as ``fingerprint``, the SHA-256 of tokens and entries. Every side
+    is cut to ``window`` tokens, also one that is dropped.
     """
     folder.mkdir()
     findings = Findings(config.bad_rows)
     entries = []
+    digest = hashlib.sha256()
     start = 0
     with (
         progress("tokenizing conversations") as advance,
@@ -479,10 +483,15 @@ def _write_chats(
                 findings.notes[TOO_LONG_NOTE] += is_lost
                 is_dropped = is_lost or (config.too_long == "drop" and any(is_cut))
                 for (ids, counted), cut in zip(sides, is_cut, strict=True):
-                    file.write(np.array([*zip(ids, counted, strict=True)], _TOKEN).tobytes())
+                    content = np.array([*zip(ids, counted, strict=True)], _TOKEN).tobytes()
+                    file.write(content)
+                    digest.update(content)
                     size = len(ids)
                     entries.append((fraction, source, start, size, sum(counted), cut, is_dropped))
                     start += size
                 advance(1)
-    np.save(folder / "entries.npy", np.array(entries, _ENTRY))
-    (folder / "notes.json").write_text(json.dumps(findings.finish()))
+    table = np.array(entries, _ENTRY)
+    np.save(folder / "entries.npy", table)
+    digest.update(table.tobytes())
+    report = {"fingerprint": digest.hexdigest(), "notes": findings.finish()}
+    (folder / "report.json").write_text(json.dumps(report))

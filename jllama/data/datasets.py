@@ -27,7 +27,7 @@ class Dataset:
     """A tokenized corpus.
 
     A split is a memory-mapped array of documents, each as BOS, its tokens, EOS. ``fingerprint``
-    identifies the files, the split, the tokenizer and the other options that change the tokens.
+    is the SHA-256 of all of them, wherever the files are.
 
     ``counts`` is the content of ``counts.json``: for each split the ``tokens`` (with BOS and EOS),
     the ``documents`` and the ``bytes`` of UTF-8 text; and ``gzip_bytes``, to which ``gzip -9``

@@ -27,7 +27,7 @@ from jllama.files import cache_folder, errors_as
 from jllama.progress import progress
 from jllama.tokenizers import BytesTokenizer, Tokenizer, load_tokenizer, train_sentencepiece
 
-CACHE_VERSION = 1  # part of every fingerprint: raise it when the files below change
+CACHE_VERSION = 2  # part of every key: raise it when the files below change
 _TRAINING_VERSION = 2  # raise it when the tokenizer's training changes
 FEW_DOCUMENTS = 32  # up to this many, each document is split; above, a document is in one split
 GROUP_CHARS = 1 << 18  # what a thread tokenizes at a time: one long chunk or many short ones
@@ -100,15 +100,15 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
         tokenizer = load_tokenizer(folder)
 
     # 4. Write the tokens, unless they are in the cache, and open them.
-    fingerprint = sha256(corpus, tokenizer.fingerprint())
-    folder = cache / f"tokens-{fingerprint[:16]}"
+    key = sha256(corpus, tokenizer.fingerprint())
+    folder = cache / f"tokens-{key[:16]}"
     if not folder.exists():
         with (
             write_cached(folder) as partial,
             progress("tokenizing", num_bytes, of_bytes=True) as advance,
         ):
             partial.mkdir()
-            _write_tokens(read_chunks(advance), tokenizer, partial, fingerprint, notes)
+            _write_tokens(read_chunks(advance), tokenizer, partial, notes)
     advice = f"{folder} must be deleted, since it does not hold what was written there"
     with errors_as(advice, OSError, ValueError, KeyError, TypeError):
         counts = json.loads((folder / "counts.json").read_text())
@@ -117,7 +117,7 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
             for split in SPLITS
         )
         notes = counts.get("notes", ())
-        return Dataset(tokenizer, train, validation, fingerprint, counts, tuple(notes))
+        return Dataset(tokenizer, train, validation, counts["fingerprint"], counts, tuple(notes))
 
 
 def _read_chunks(
@@ -199,20 +199,23 @@ def encode_rest(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _write_tokens(
-    chunks: Iterable[Chunk], tokenizer: Tokenizer, folder: Path, fingerprint: str, notes: list[str]
+    chunks: Iterable[Chunk], tokenizer: Tokenizer, folder: Path, notes: list[str]
 ) -> None:
     """Write ``train.bin``, ``validation.bin`` and ``counts.json``, with the documents in order.
 
+    ``fingerprint`` in ``counts.json`` is a hash of the tokens, whatever the files' names are.
     Threads tokenize, because the libraries release Python's lock. ``notes`` is read at the end.
     """
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     counts = {split: collections.Counter(tokens=0, documents=0, bytes=0) for split in SPLITS}
     held_out = bytearray()
+    digests = {split: hashlib.sha256() for split in SPLITS}
     encode = functools.partial(_encode_group, tokenizer, dtype)
     for ids in _ordered_map(encode, _group_chunks(chunks, counts, held_out)):
         for split in SPLITS:
             with (folder / f"{split}.bin").open("ab") as file:
                 file.write(ids[split].data)
+            digests[split].update(ids[split].data)
             counts[split]["tokens"] += len(ids[split])
 
     for split in SPLITS:
@@ -223,7 +226,9 @@ def _write_tokens(
                 "so give more text or another data.validation_fraction"
             )
     gzipped = {"gzip_bytes": len(gzip.compress(held_out)), "gzip_of_bytes": len(held_out)}
-    report = {"fingerprint": fingerprint, "dtype": dtype.name, **counts, **gzipped, "notes": notes}
+    fingerprint = sha256(*(digest.hexdigest() for digest in digests.values()))
+    content = {"fingerprint": fingerprint, "dtype": dtype.name}
+    report = {**content, **counts, **gzipped, "notes": notes}
     (folder / "counts.json").write_text(json.dumps(report, indent=2) + "\n")
 
 

@@ -900,12 +900,16 @@ def test_tokens_are_kept_and_found_again(tmp_path, monkeypatch):
         {"template": CHATML + "\n"},
     ]
     others = [prepare(path, **change).fingerprint for change in changes]
-    assert len({first.fingerprint, *others}) == 6
+    # The fingerprint is of the tokens, which the last three changes leave as they are.
+    assert len({first.fingerprint, *others}) == 3
+    assert others[2:] == [first.fingerprint] * 3
     assert len(calls) == 3 * 30  # neither the split nor packing is of the tokens
+    assert prepare(path, template="Hi " + CHATML).fingerprint not in (first.fingerprint, *others)
+    assert len(calls) == 4 * 30
     write(path, map(chat, range(31)))
     assert prepare(path).fingerprint not in (first.fingerprint, *others)
     folders = list((tmp_path / ".cache").iterdir())
-    assert len(folders) == 5
+    assert len(folders) == 6
     for name, size in {"tokens.bin": 5, "entries.npy": 9}.items():
         for folder in folders:
             (folder / name).write_bytes((folder / name).read_bytes()[:size])

@@ -282,17 +282,30 @@ def test_the_cache_is_used_until_the_corpus_or_the_tokenizer_changes(corpus, mon
         assert prepare_data(config(corpus, cache_dir="")).fingerprint == first.fingerprint
     seen = {first.fingerprint, bpe.fingerprint}
 
+    written = []
+    write = tokens._write_tokens
+    monkeypatch.setattr(tokens, "_write_tokens", lambda *rest: written.append(rest) or write(*rest))
+
     def is_new(**changes):
         fingerprint = prepare_data(config(corpus, **changes)).fingerprint
         assert fingerprint not in seen
         seen.add(fingerprint)
 
+    def is_written_again(**changes):
+        """But the tokens, which the fingerprint is of, are the same."""
+        before = len(written)
+        assert prepare_data(config(corpus, **changes)).fingerprint == first.fingerprint
+        assert len(written) == before + 1
+
     is_new(tokenizer="bpe", vocab_size=300)
     is_new(tokenizer="bpe", vocab_size=301)
     is_new(validation_fraction=0.2)
-    is_new(text_field="body")
+    is_written_again(text_field="body")
     os.utime(corpus / "003.txt", ns=(1, 1))
-    is_new()
+    is_written_again()
+    (corpus / "003.txt").rename(corpus / "003a.txt")
+    is_written_again()
+    (corpus / "003a.txt").rename(corpus / "003.txt")
     (corpus / "003.txt").write_text("longer" * 100)
     is_new()
     (corpus / "004.txt").rename(corpus / "x.txt")
