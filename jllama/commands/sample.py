@@ -43,6 +43,8 @@ class SampleOptions(SamplingParams, ModelOptions):
 
     Args:
         prompt: the text to continue; if it is empty, the model begins. A dash reads it from stdin.
+        parse_special: turn special tokens that a prompt spells out, such as <|im_start|>, into
+            their ids; false keeps them as plain text.
         prompts_file: a .jsonl file of objects with a "prompt" each, and optional settings.
         output: the .jsonl file for the results of prompts_file. If the command is interrupted,
             the same command continues where it stopped.
@@ -63,6 +65,7 @@ class SampleOptions(SamplingParams, ModelOptions):
     """
 
     prompt: str = ""
+    parse_special: bool = True
     prompts_file: str = ""
     output: str = ""
     n: int = 1
@@ -126,8 +129,9 @@ def main(argv: list[str], prog: str) -> int:
         options.stop,
         options.stop_ids,
         grammar,
+        parse_special=options.parse_special,
     )
-    prompt = encode_prompt(model, prompt)
+    encoded = encode_prompt(model, prompt)
     num_rows = options.batch_size if options.prompts_file else options.n
     check_batch(model.config, num_rows, options.speculate)
     options.say_loaded(model)
@@ -135,9 +139,9 @@ def main(argv: list[str], prog: str) -> int:
     if options.prompts_file:
         completions, problems = complete_file(model, prompt, options)
     elif options.compare:
-        completions = _compare(model, prompt, options)
+        completions = _compare(model, encoded, options)
     else:
-        completions = _print_texts(model, prompt, options)
+        completions = _print_texts(model, encoded, options)
     _print_notes(model, completions, options)
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)

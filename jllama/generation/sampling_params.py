@@ -96,7 +96,8 @@ class SamplingFields(TypedDict, total=False):
 class Prompt:
     """What to continue, and how: text or token ids, with the settings of ``generate``.
 
-    Text gets a BOS token if the tokenizer adds one.
+    Text gets a BOS token if the tokenizer adds one and the text does not spell it out. A string in
+    ``stop`` that is a special token also ends the text by its id.
 
     Example:
         >>> import jllama
@@ -113,6 +114,7 @@ class Prompt:
     # Whether log-probabilities are those of the distribution that tokens are drawn from, after
     # temperature and truncation, and not of the raw logits.
     drawn_log_probs: bool = False
+    parse_special: bool = True  # whether special tokens that a text spells out become their ids
 
     @property
     def ids(self) -> Sequence[int]:

@@ -53,7 +53,7 @@ def encode_prompt(model: LanguageModel, prompt: Prompt) -> Prompt:
     content = prompt.content
     try:
         ids = (
-            prompt_ids(tokenizer, content)
+            prompt_ids(tokenizer, content, parse_special=prompt.parse_special)
             if isinstance(content, str)
             else [*map(operator.index, content)]
         )
@@ -67,6 +67,8 @@ def encode_prompt(model: LanguageModel, prompt: Prompt) -> Prompt:
     stop = (prompt.stop,) if isinstance(prompt.stop, str) else tuple(prompt.stop)
     if "" in stop:
         raise UsageError("a stop string is empty: it would end every text at once")
+    special = tokenizer.special_tokens  # these are no text, so only their ids can end one
+    stop_ids = (*stop_ids, *(special[text] for text in stop if text in special))
     _check_length(ids, prompt.max_new_tokens, model.config.max_seq_len)
     sampling = prompt.sampling
     vocab_size = tokenizer.vocab_size
@@ -82,7 +84,7 @@ def encode_prompt(model: LanguageModel, prompt: Prompt) -> Prompt:
                 "banned_ids could leave nothing of what a grammar allows: use logit_bias"
             )
         Matcher(prompt.grammar, tokenizer, stop_ids)  # raises if it cannot be compiled
-    return dataclasses.replace(prompt, content=ids, stop=stop, stop_ids=tuple(stop_ids))
+    return dataclasses.replace(prompt, content=ids, stop=stop, stop_ids=stop_ids)
 
 
 def _check_length(ids: list[int], max_new_tokens: int | None, context: int) -> None:
@@ -106,10 +108,22 @@ def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
             raise UsageError(f"the {name} token {id}; the ids run from 0 to {vocab_size - 1}")
 
 
-def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Return a prompt's ids, with BOS if the model was trained with it or there is no text."""
-    ids = tokenizer.encode(prompt)
-    return [tokenizer.bos_id, *ids] if tokenizer.add_bos or not ids else ids
+def prompt_ids(
+    tokenizer: Tokenizer, prompt: str, *, parse_special: bool = True, begin: bool = True
+) -> list[int]:
+    """Return a prompt's ids; it begins with BOS if the model's prompts do or there is no text.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        prompt: the text. A BOS that it spells out itself is not repeated.
+        parse_special: whether special tokens that the text spells out become their ids.
+        begin: whether BOS may be added.
+    """
+    encode = tokenizer.encode_with_special_tokens if parse_special else tokenizer.encode
+    ids = encode(prompt)
+    bos = [tokenizer.bos_id]
+    is_missing = not ids or (tokenizer.add_bos and ids[:1] != bos)
+    return bos + ids if begin and is_missing else ids
 
 
 class TextDecoder:
@@ -153,7 +167,7 @@ class TextDecoder:
         self._decode(is_last=False)
         if self.finish_reason:
             return self._show(0)
-        overlaps = (_overlap(self.text, stop) for stop in self._prompt.stop)
+        overlaps = (overlap(self.text, stop) for stop in self._prompt.stop)
         return self._show(max(overlaps, default=0))
 
     def end(self) -> str:
@@ -222,7 +236,7 @@ class TextDecoder:
             self.finish_reason = "stop_string"
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Return the length of the longest end of a text that a stop string begins with."""
     start = max(len(text) - len(stop) + 1, 0)
     while (start := text.find(stop[0], start)) >= 0 and not stop.startswith(text[start:]):

@@ -110,7 +110,12 @@ class Choice:
         offsets = []
         for token in tokens:
             offsets.append(self._offset)
-            self._offset += len(self._decoder.decode(self._pieces[token.id]))
+            piece = self._pieces[token.id]
+            self._offset += len(self._decoder.decode(piece))
+            # A special token is no text of an answer, but a prompt may spell it out.
+            name = self._names.get(token.id, "")
+            if not piece and self._echoed.startswith(name, self._offset):
+                self._offset += len(name)
         top_log_probs = [
             {likely["token"]: likely["logprob"] for likely in [*top, item]} if top else None
             for item, top in zip(items, tops, strict=True)

@@ -181,10 +181,8 @@ def tokenize(request: HttpRequest, body: protocol.Text) -> Response:
     """Convert a text to tokens."""
     engine = _engine(request)
     tokenizer = find_model(engine, body.model)[1].text_tokenizer
-    if body.add_special_tokens:
-        ids = prompt_ids(tokenizer, body.prompt)
-    else:
-        ids = tokenizer.encode(body.prompt)
+    begin = body.add_special_tokens
+    ids = prompt_ids(tokenizer, body.prompt, parse_special=body.parse_special, begin=begin)
     return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": engine.context})
 
 

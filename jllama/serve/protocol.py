@@ -98,6 +98,7 @@ _SAMPLING["seed"] = (
     int,
     Field(default_factory=lambda: secrets.randbits(32), description="drawn if it is left out"),
 )
+_PARSE_SPECIAL = Field(True, description="special tokens that the text spells out become their ids")
 _Stop = Annotated[str, Field(max_length=1000)]
 
 
@@ -231,6 +232,7 @@ class Continuation(Generation):
     """A text or token ids to continue, or several."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
+    parse_special: bool = _PARSE_SPECIAL
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=5)
 
@@ -265,6 +267,7 @@ class Text(Body):
 
     prompt: str
     add_special_tokens: bool = Field(True, description="begin with BOS if the model's prompts do")
+    parse_special: bool = _PARSE_SPECIAL
 
 
 class Tokens(Body):
@@ -314,6 +317,7 @@ def render_conversation(model: LanguageModel, body: Conversation) -> tuple[str, 
     # 2) Messages; a mark shows where the template puts the end of the one to continue
     fields = [select_fields(message, _MESSAGE_FIELDS, "messages.") for message in body.messages]
     messages = openai_messages(fields)
+    begun = ""  # of the answer
     continues = body.continue_final_message
     if continues:
         *earlier, last = messages
@@ -322,7 +326,8 @@ def render_conversation(model: LanguageModel, body: Conversation) -> tuple[str, 
                 "continue_final_message goes on with the messages: the last one must be text of "
                 "the assistant's, and add_generation_prompt left out"
             )
-        messages = [*earlier, {**last, "content": last["content"] + _MARK}]
+        begun = last["content"]
+        messages = [*earlier, {**last, "content": begun + _MARK}]
     # 3) The text
     variables = template_variables(
         model.text_tokenizer,
@@ -341,7 +346,10 @@ def render_conversation(model: LanguageModel, body: Conversation) -> tuple[str, 
             )
         if not after.startswith(" "):
             text = text.rstrip()
-    return text, dialect if shows_tools else None
+    if not dialect or not shows_tools:
+        return text, None
+    begun = begun or text.rstrip()[-len("<think>") :]
+    return text, dialect._replace(thinks=begun.rfind("<think>") > begun.rfind("</think>"))
 
 
 def make_job(engine: EngineThread, body: Chat | Continuation) -> Job:
@@ -410,6 +418,8 @@ def _chat_request(
     calls = None
     if dialect:
         calls = call_grammar(body.tools, body.tool_choice, dialect, body.parallel_tool_calls)
+        # A grammar lets no thoughts come before calls.
+        dialect = dialect._replace(thinks=dialect.thinks and not calls)
     _, stop_ids = chat_format(model.text_tokenizer, model.chat_template, model.stop_ids)
     engine.check_text(model, text)
     ids = model.text_tokenizer.encode_with_special_tokens(text)
@@ -430,7 +440,7 @@ def _text_requests(name: str, body: Continuation) -> list[Request]:
     pooling = body.pooling if isinstance(body, Pooled) else None
     return [
         Request(
-            Prompt(content, max_new_tokens=body.max_tokens),
+            Prompt(content, max_new_tokens=body.max_tokens, parse_special=body.parse_special),
             name,
             body.logprobs or 0,
             is_scored,

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from jllama.config import Grammar
 from jllama.errors import UsageError
 from jllama.files import Json
+from jllama.generation.text import overlap
 from jllama.templates.messages import with_tools
 
 # The fields of a function.
@@ -31,7 +32,8 @@ class Dialect(NamedTuple):
     before: str
     after: str
     between: str = ""  # between two calls; empty if the template takes only one
-    arguments: str = "arguments"  # the key of the arguments
+    arguments: str = "arguments"  # the key of the arguments that the template shows
+    thinks: bool = False  # whether the prompt ends inside thoughts
 
     @property
     def mark(self) -> str:
@@ -168,6 +170,7 @@ def call_grammar(
 
 class _State(enum.Enum):
     TEXT = enum.auto()  # in text, up to the mark of a call
+    THOUGHTS = enum.auto()  # in thoughts, where calls are drafts
     CALL = enum.auto()  # behind a mark, or at the start of an answer in a dialect without marks
     REST = enum.auto()  # in text that no call can follow
 
@@ -175,16 +178,19 @@ class _State(enum.Enum):
 class ToolParser:
     """Splits an answer, as it comes, into text and complete calls.
 
-    Calls are as OpenAI streams them. What only looks like a call becomes text; white space around
-    calls is dropped. The result does not depend on how the answer was cut into pieces.
+    Calls are as OpenAI streams them. What only looks like a call becomes text, as do calls between
+    ``<think>`` and ``</think>``; white space around calls is dropped. The result does not depend on
+    how the answer was cut into pieces.
 
-    ====== ============================= ======
-    state  event                         next
-    ====== ============================= ======
-    TEXT   a mark                        CALL
-    CALL   calls, or something else      TEXT, or REST in a dialect without marks
-    CALL   an incomplete call            CALL, until more of the answer comes
-    ====== ============================= ======
+    ======== ============================= ======
+    state    event                         next
+    ======== ============================= ======
+    TEXT     a mark                        CALL
+    TEXT     <think>                       THOUGHTS
+    THOUGHTS </think>                      TEXT, or CALL in a dialect without marks
+    CALL     calls, or something else      TEXT, or REST in a dialect without marks
+    CALL     an incomplete call            CALL, until more of the answer comes
+    ======== ============================= ======
 
     Args:
         dialect: how calls are written.
@@ -199,11 +205,17 @@ class ToolParser:
         self.calls: list[Json] = []  # all so far
         self._names = names
         self._key = key
-        self._arguments = dialect.arguments
         self._mark = dialect.mark
         self._end = dialect.end
         self._max_calls = _MAX_CALLS if parallel and dialect.between else 1
-        self._state = _State.TEXT if self._mark else _State.CALL
+        begin = _State.TEXT if self._mark else _State.CALL
+        self._state = _State.THOUGHTS if dialect.thinks else begin
+        # The texts that end a state, and the next state.
+        self._ends = {
+            _State.TEXT: {self._mark: _State.CALL, "<think>": _State.THOUGHTS},
+            _State.THOUGHTS: {"</think>": begin},
+            _State.REST: {},
+        }
         self._before = ""  # text before the mark
         self._pending = ""  # behind that, what is not decided yet
 
@@ -221,22 +233,25 @@ class ToolParser:
         return [piece for piece in pieces if piece]
 
     def _read_text(self, is_end: bool) -> str:
-        """TEXT, REST: return the text that is certain; a mark leads to CALL."""
+        """TEXT, THOUGHTS, REST: return the text that is certain, without a mark at its end."""
         pending = self._pending
-        mark_start = pending.find(self._mark) if self._state is _State.TEXT else -1
-        if mark_start >= 0:
-            self._before = pending[:mark_start]
-            self._pending = pending[mark_start + len(self._mark) :]
-            self._state = _State.CALL
+        ends = self._ends[self._state]
+        places = [(pending.index(end), end) for end in ends if end in pending]
+        if places:
+            start, end = min(places)
+            text = pending[: start + len(end)]
+            self._pending = pending[len(text) :]
+            self._state = ends[end]
+            if end != self._mark:
+                return text
+            self._before = pending[:start]
             return ""
         if is_end:
             self._pending = ""
             return "" if self.calls and pending.isspace() else pending
-        # Hold back what may be the beginning of a mark, and the white space before it.
-        num_mark = len(self._mark)
-        while not pending.endswith(self._mark[:num_mark]):
-            num_mark -= 1
-        text = pending[: len(pending) - num_mark].rstrip()
+        # Hold back what may be the beginning of an end, and the white space before it.
+        num_held = max((overlap(pending, end) for end in ends), default=0)
+        text = pending[: len(pending) - num_held].rstrip()
         self._pending = pending[len(text) :]
         return text
 
@@ -272,7 +287,8 @@ class ToolParser:
         except json.JSONDecodeError as error:
             # JSON that breaks off in a string, a literal or an escape.
             is_cut = error.msg.startswith("Unterminated string") or error.pos > len(body) - 8
-            return None if is_cut and not is_end else no_call
+            is_whole = is_end or error.doc != body  # it is that of the arguments
+            return None if is_cut and not is_whole else no_call
         except (LookupError, TypeError, ValueError, RecursionError):
             return no_call  # JSON, but no call of these tools
         rest = body[size:]
@@ -284,7 +300,10 @@ class ToolParser:
 
     def _call(self, index: int, value: Any) -> Json:
         """Return a call as OpenAI's API has it; raise an error if it is none."""
-        arguments = json.dumps({**value[self._arguments]}, allow_nan=False)
+        arguments = value["arguments" if "arguments" in value else "parameters"]
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments or "{}", strict=False)
+        arguments = json.dumps({**arguments}, allow_nan=False)
         name = self._names[self._names.index(value["name"])]
         digest = hashlib.sha256(f"{self._key} {index}".encode()).hexdigest()
         function = {"name": name, "arguments": arguments}

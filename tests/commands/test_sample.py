@@ -119,6 +119,24 @@ def test_every_option_changes_something(sample):
     assert sample(*plain, "--step", 0) == text
 
 
+def test_special_tokens_that_a_prompt_or_a_stop_spells_out(small_run, sample, complete_file):
+    """They are tokens, unless those of the prompt should not be; a line may set other stops."""
+    model = load(small_run.folder)
+    for option, ids in (
+        (True, [1, *model.tokenizer.encode("a"), 2, *model.tokenizer.encode("b")]),
+        (False, [1, *model.tokenizer.encode("a</s>b")]),
+    ):
+        options = ("--max_new_tokens", 5, "--echo", "true", "--json", "--logprobs")
+        line = sample("--prompt", "a</s>b", *options, "--parse_special", str(option).lower())
+        found = [token["id"] for token in json.loads(line)["tokens"]]
+        assert found[: len(ids)] == ids
+    forced = ("--max_new_tokens", 3, "--logit_bias", '{"0": 1000}', "--stop", "<unk>")
+    assert json.loads(sample("--prompt", "a", *forced, "--json"))["finish_reason"] == "stop_id"
+    _, results, _ = complete_file(*forced)
+    is_stopped = [result["finish_reason"] == "stop_id" for result in results]
+    assert is_stopped == [True, True, False, False]
+
+
 def test_max_new_tokens_is_honored(sample):
     """Greedy text only grows with it; every token is a byte here, and 0 fills the context of 32."""
     texts = [

@@ -166,11 +166,23 @@ def test_leading_spaces_are_kept():
 @given(text=texts)
 @example(text="<s> <s></s>")
 def test_a_prompt_has_exactly_one_bos(tokenizer, text):
-    ids = prompt_ids(tokenizer, text)
+    ids = prompt_ids(tokenizer, text, parse_special=False)
     assert ids[0] == tokenizer.bos_id
     assert ids.count(tokenizer.bos_id) == 1
     assert tokenizer.eos_id not in ids
     assert tokenizer.decode(ids) == text
+
+
+@both
+def test_a_prompt_that_spells_out_special_tokens(tokenizer):
+    bos, end = tokenizer.bos_id, tokenizer.eos_id
+    names = {id: name for name, id in tokenizer.special_tokens.items()}
+    the = tokenizer.encode("the")
+    text = f"the{names[end]}the"
+    assert prompt_ids(tokenizer, text) == [bos, *the, end, *the]
+    assert prompt_ids(tokenizer, names[bos] + text) == [bos, *the, end, *the]
+    assert prompt_ids(tokenizer, text, begin=False) == [*the, end, *the]
+    assert (prompt_ids(tokenizer, ""), prompt_ids(tokenizer, "", begin=False)) == ([bos], [])
 
 
 # Stop strings

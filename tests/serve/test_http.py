@@ -193,6 +193,17 @@ def test_stop_strings_end_a_text(client):
     assert text(stop=["\n\n\n"]).text == whole.text
 
 
+def test_a_stop_string_may_be_a_special_token(ask):
+    """It has no text, so only its id can end one."""
+    given = {"prompt": "x", "max_tokens": 6, "logit_bias": {"0": 100}}
+    _, answer = ask(COMPLETIONS, given)
+    assert (answer["choices"][0]["text"], answer["usage"]["completion_tokens"]) == ("", 6)
+    for stop in ("<unk>", ["never", "<unk>"]):
+        _, answer = ask(COMPLETIONS, given | {"stop": stop})
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        assert answer["usage"]["completion_tokens"] == 0
+
+
 @pytest.mark.parametrize("prompt", ["chat", "completion"])
 def test_a_stream_joins_to_the_answer(client, prompt):
     """Text, log-probabilities, reasons, usage; the role comes first and once, the reason in a part
@@ -279,6 +290,30 @@ def test_parts_of_characters_are_kept_apart(client):
     ][1:]:
         assert top[name] == log_prob
         assert len(top) == (5 if name in [*top][:5] else 6)
+
+
+def test_special_tokens_that_a_prompt_spells_out(ask):
+    """They are tokens in raw prompts, unless they should not be."""
+
+    def tokens(prompt, **more):
+        _, found = ask("/tokenize", {"model": "mistral", "prompt": prompt} | more)
+        given = {"model": "mistral", "prompt": prompt, "max_tokens": 1}
+        more.pop("add_special_tokens", None)
+        _, answer = ask(COMPLETIONS, given | more)
+        assert answer["usage"]["prompt_tokens"] == found["count"] or found["tokens"][0] != 1
+        return found["tokens"]
+
+    (_, letter) = tokens("h")
+    assert tokens("[TOOL_CALLS]h</s>") == [1, 0, letter, 2]
+    assert tokens("h</s>", add_special_tokens=False) == [letter, 2]
+    assert tokens("<s>h") == [1, letter]  # and no second one
+    plain = tokens("<s>h</s>", parse_special=False)
+    assert (plain[0], min(plain[1:]) > 2, len(plain)) == (1, True, 9)
+    given = {"prompt": "</s>h", "max_tokens": 0, "echo": True, "logprobs": 0}
+    (choice,) = ask(COMPLETIONS, given)[1]["choices"]
+    scores = choice["logprobs"]
+    assert (choice["text"], scores["tokens"]) == ("</s>h", ["<s>", "</s>", "h"])
+    assert scores["text_offset"] == [0, 0, 4]
 
 
 def test_a_seed_is_drawn_and_told(ask):
@@ -825,6 +860,28 @@ class FakeEngine(EngineThread):
 
 PIECE = Piece("ab", (Token(100, -1.0), Token(101, -0.5)))
 ANSWER = Answer(Completion("ab", [100, 101], "length", [-1.0, -0.5]), PIECE.tokens)
+
+
+def test_a_call_that_was_drafted_in_thoughts_is_none():
+    """Where the prompt begins the thoughts; a grammar that forces calls lets no thoughts be."""
+    left, right = (
+        f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>'
+        for name in ("left", "right")
+    )
+    for choice, text, expected in (
+        ("auto", f"so {left}</think>ok{right}", (f"so {left}</think>ok", ["right"])),
+        ("auto", left, (left, [])),
+        ("required", left, (None, ["left"])),
+    ):
+        answer = Answer(Completion(text, [100], "stop_id", [-1.0]), ())
+        engine = FakeEngine([answer])
+        model = dataclasses.replace(served(), chat_template=CALLING + "<think>\n")
+        engine.models = {"small": model}
+        given = body(messages=[{"role": "user", "content": "What is </think>?"}], tools=TOOLS)
+        reply = quiet(engine).post(CHAT, json=given | {"tool_choice": choice})
+        message = reply.json()["choices"][0]["message"]
+        names = [call["function"]["name"] for call in message.get("tool_calls", [])]
+        assert (message["content"], names) == expected
 
 
 def test_what_fails_later_is_an_event():

@@ -159,6 +159,10 @@ FRAGMENTS = [
         '{"name": "now", "arguments": {}}',
         '{"name": "now", "parameters": {}}',
         '{"name": "nothing", "arguments": {}}',
+        '{"name": "now", "arguments": "{}"}',
+        '{"name": "now", "arguments": "{"}',
+        "<think>",
+        "</think>",
     ),
     *(
         '{"name": "now", "arguments": []}',
@@ -259,6 +263,59 @@ def test_no_text_is_lost_and_pieces_do_not_matter(dialect, text, places):
 def test_text_waits_no_longer_than_it_must(name, text, early):
     out, calls, found = read(DIALECTS[name], [text])
     assert ("".join(found), out, calls) == (early, text, [])
+
+
+@pytest.mark.parametrize("name", [name for name in DIALECTS if name != "llama"])
+def test_calls_in_thoughts_are_drafts(name):
+    call = written(DIALECTS[name], [("now", {})])
+    draft = f"<think>\nPerhaps {call}?\n</think>"
+    for text, out, count in (
+        (f"{draft}\n\n{call}", draft, 1),
+        (f"I look.{call}{draft} Done.", f"I look.{draft} Done.", 1),
+        (draft, draft, 0),
+        (f"<think>{call}", f"<think>{call}", 0),
+        (f"<thinks>{call}", "<thinks>", 1),
+    ):
+        for pieces in ([text], [*text]):
+            found, calls, _ = read(DIALECTS[name], pieces)
+            assert (found, len(calls)) == (out, count)
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_thoughts_that_the_prompt_begins(name):
+    dialect = DIALECTS[name]._replace(thinks=True)
+    call = written(dialect, [("now", {})])
+    for text, out, count in (
+        (f"{call}</think>\n{call}", f"{call}</think>", 1),
+        (f" {call}", f" {call}", 0),
+    ):
+        for pieces in ([text], [*text]):
+            found, calls, _ = read(dialect, pieces)
+            assert (found, len(calls)) == (out, count)
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("key", ["arguments", "parameters"])
+def test_arguments_under_either_key_and_as_json_in_a_text(name, key):
+    dialect = DIALECTS[name]
+    for arguments, expected in (
+        ({"city": "Rome"}, {"city": "Rome"}),
+        ('{"city": "Ro\\"me"}', {"city": 'Ro"me'}),
+        ("", {}),
+        ('{"city": "Rome', None),
+        ("[1]", None),
+        ('"{}"', None),
+        (7, None),
+    ):
+        call = json.dumps({"name": "weather", key: arguments})
+        text = f"{dialect.before}{call}{dialect.after}"
+        for pieces in ([text], [*text]):
+            out, calls, early = read(dialect, pieces)
+            if expected is None:
+                assert (out, calls) == (text, [])
+            else:
+                assert (out, [*map(said, calls)]) == ("", [("weather", expected)])
+                assert early == calls
 
 
 def test_one_call_where_no_more_are_wanted():
