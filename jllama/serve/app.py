@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hmac
 import json
+import re
 import sys
 import time
 import urllib.parse
@@ -367,6 +368,9 @@ def _refusal(scope: Scope, config: HttpConfig, keys: Sequence[bytes]) -> Respons
         )
         return _problem(431, problem, headers={"Connection": "close"})
     values = dict(headers)
+    if b"content-length" in values and b"transfer-encoding" in values:
+        problem = "a body has Content-Length or Transfer-Encoding, not both: leave one out"
+        return _problem(400, problem, headers={"Connection": "close"})
     host = values.get(b"host", b"").decode("latin-1")
     if not _is_served_host(scope, host, config.allowed_host):
         problem = (
@@ -391,6 +395,8 @@ def _is_served_host(scope: Scope, host: str, allowed: Sequence[str]) -> bool:
     """
     address, _ = scope["server"] or ("", None)
     is_loopback = address.startswith("127.") or address == "::1"
+    if not re.fullmatch(r"[\w.:%\[\]-]*", host):
+        return False  # it has more than a name and a port, such as user@
     if not allowed and not is_loopback:
         return True
     try:

@@ -1,7 +1,9 @@
 """Connections of clients: how many there may be, and how long one may take to send a request."""
 
+import re
 from typing import Any
 
+import h11
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -12,7 +14,8 @@ from jllama.serve.config import MAX_HEAD_BYTES, HttpConfig
 class Connection(H11Protocol):
     """HTTP/1.1 on one connection, closed if it is idle for too long or another needs its place.
 
-    ``H11Protocol`` limits the size of a head, but not the time that a client takes to send it.
+    ``H11Protocol`` limits the size of a head, but not the time that a client takes to send it. It
+    takes LF for the end of a line, which other programs on the way read as a part of it.
     """
 
     limit_concurrency: int
@@ -47,6 +50,15 @@ class Connection(H11Protocol):
             return
         self.last_check = self.cycle if self.is_idle() else self
         self.loop.call_later(self.timeout_keep_alive, self.close_if_idle)
+
+    def handle_events(self) -> None:
+        """Refuse a head with a bare LF; else let h11 read it."""
+        unread, _ = self.conn.trailing_data
+        head, _, _ = unread.partition(b"\r\n\r\n")
+        if self.conn.their_state is h11.IDLE and re.search(rb"(?<!\r)\n", head):
+            self.send_400_response("A line ends in LF without CR.")
+        else:
+            super().handle_events()
 
     def send_400_response(self, msg: str) -> None:
         """Answer a head that h11 cannot parse."""

@@ -151,6 +151,41 @@ def test_usual_heads_are_read(address):
     assert reply.startswith(b"HTTP/1.1 200 ")
 
 
+def test_a_body_has_one_length(address):
+    """Programs on the way may take the other one: the connection ends."""
+    lengths = b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n"
+    post = HEAD.replace(b"GET /", b"POST /v1/completions")
+    reply = reply_to(address, [post + lengths + b"0\r\n\r\n" + HEAD + b"\r\n"])
+    assert reply.startswith(b"HTTP/1.1 400 ")
+    assert reply.count(b"HTTP/1.1") == 1
+    message = json.loads(reply.partition(b"\r\n\r\n")[2])["error"]["message"]
+    assert message.startswith("a body has Content-Length or Transfer-Encoding, not both")
+
+
+@pytest.mark.parametrize(
+    "request_parts",
+    [
+        [HEAD.replace(b"\r\n", b"\n") + b"\n"],
+        [HEAD.replace(b"/1.1\r", b"/1.1") + b"\r\n"],
+        [HEAD + b"\n"],
+        [HEAD + b"a: b\nc: d\r\n\r\n"],
+        [HEAD + b"a: b", b"\n\n"],
+        [HEAD + b"\r\n" + HEAD + b"\n"],  # the second one
+    ],
+)
+def test_lines_end_in_cr_and_lf(request_parts, address):
+    before, _, reply = reply_to(address, request_parts).partition(b"HTTP/1.1 400 ")
+    assert b"A line ends in LF without CR. Send HTTP/1.1" in reply
+    assert before.count(b"HTTP/1.1 200 ") == b"".join(request_parts).count(b"GET") - 1
+
+
+def test_a_body_may_have_any_line_ends(address):
+    head = HEAD.replace(b"GET /", b"POST /v1/completions")
+    head += b"Connection: close\r\nContent-Length: 6\r\n\r\n"
+    for parts in ([head + b"{\n\n\n}"], [head, b"{\n\n\n}"], [head[:-1], b"\n{\n\n\n", b"}"]):
+        assert b"give a key of this server" in reply_to(address, parts)
+
+
 @pytest.mark.parametrize("connect", [connected, connected_and_asked])
 def test_who_sends_nothing_is_cut_off(connect):
     with listening(idle_timeout_s=0.3) as (address, _), connect(address) as connection:
@@ -213,14 +248,27 @@ def test_names_of_this_machine_are_served(host, address):
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:8731", "localhost.evil.example", "[::1", "127.0.0.1.x"]
+    "host",
+    [
+        "evil.example",
+        "evil.example:8731",
+        "localhost.evil.example",
+        "[::1",
+        "127.0.0.1.x",
+        "evil@127.0.0.1",
+        "@localhost:80",
+        "127.0.0.1/evil",
+        "127.0.0.1?evil",
+        "localhost#evil",
+        "127.0\t.0.1",
+    ],
 )
 @pytest.mark.parametrize("path", ["/", "/health", "/metrics", "/v1/models", "/openapi.json"])
 def test_a_page_whose_name_leads_to_this_machine_is_not_served(host, path, address):
     reply = asked(address, host, path, Origin=f"http://{host}", Authorization=f"Bearer {KEY}")
     assert reply.status_code == 421
     assert "--allowed_host" in reply.json()["error"]["message"]
-    assert host in reply.json()["error"]["message"]
+    assert repr(host)[1:-1] in reply.json()["error"]["message"]
 
 
 def test_names_that_are_given_are_served():
@@ -242,6 +290,8 @@ def test_a_request_without_a_name_comes_from_no_browser(address):
         ("127.0.1.1", "127.0.1.1", True),
         ("127.0.1.1", "evil.example", False),
         ("192.168.1.5", "llama.lan", True),
+        ("192.168.1.5", "evil@llama.lan", False),
+        ("fe80::1", "[fe80::1%25eth0]:80", True),
     ],
 )
 def test_names_at_other_addresses(address, host, is_served):
