@@ -395,16 +395,12 @@ def _is_served_host(scope: Scope, host: str, allowed: Sequence[str]) -> bool:
     """
     address, _ = scope["server"] or ("", None)
     is_loopback = address.startswith("127.") or address == "::1"
-    if not re.fullmatch(r"[\w.:%\[\]-]*", host):
-        return False  # it has more than a name and a port, such as user@
-    if not allowed and not is_loopback:
-        return True
-    try:
-        name = urllib.parse.urlsplit(f"//{host}").hostname
-    except ValueError:
-        return False
-    served = {"localhost", "127.0.0.1", "::1", address, *map(str.lower, allowed)}
-    return name is None or name in served  # browsers always send a name
+    parts = re.fullmatch(r"(\[[\w.:%]*\]|[\w.-]*)(:\d*)?", host)  # a name and a port
+    if not parts or (not allowed and not is_loopback):
+        return bool(parts)
+    # Browsers always send a name.
+    served = {"", "localhost", "127.0.0.1", "::1", address, *map(str.lower, allowed)}
+    return parts[1].strip("[]").lower() in served
 
 
 # Generation

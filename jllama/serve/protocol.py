@@ -8,19 +8,21 @@ Rules for the fields of a request:
   unless its value requests the default behavior. One that cannot change it (``IGNORED``) is
   ignored.
 - Any other field is refused, with a suggestion of the nearest name.
+- The same holds for the fields of mappings in a request (``Fields.nested``).
 - ``--ignore_unknown`` ignores the last two kinds as well, except for ``ESSENTIAL`` fields.
 - The fields of ``SamplingParams`` have the same names and ranges here; a seed that is left out is
   drawn.
 """
 
 import dataclasses
+import functools
 import json
 import secrets
 import time
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextvars import ContextVar
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
@@ -78,7 +80,23 @@ _MINUS_ONE = {"seed": "between 0 and 2**32 - 1: leave it out to have one drawn"}
 _MINUS_ONE |= dict.fromkeys(
     ["max_tokens", "max_completion_tokens", "max_output_tokens"], _TO_THE_END
 )
-_MESSAGE_FIELDS = {"role", "content", "reasoning_content", "name", "tool_calls", "tool_call_id"}
+_NESTED = {
+    "messages": "role content reasoning_content name tool_calls tool_call_id",
+    "messages.content text": "type text prompt_cache_breakpoint",
+    "messages.content input_text": "type text prompt_cache_breakpoint",
+    "messages.content output_text": "type text annotations logprobs",
+    "messages.tool_calls": "index id type function",
+    "messages.tool_calls.function": "name arguments",
+    "tools function": "type function",
+    "tools.function": "name description strict parameters",
+    "tool_choice function": "type function",
+    "tool_choice.function": "name",
+    "response_format text": "type",
+    "response_format json_object": "type schema",
+    "response_format json_schema": "type json_schema",
+    "response_format.json_schema": "name description strict schema",
+    "stream_options": "include_usage include_obfuscation",
+}
 # Behind a message to continue; the last character shows whether a template trims messages.
 _MARK = "\ufffc the message goes on here "
 # JSON has neither tuples nor keys that are numbers.
@@ -113,22 +131,34 @@ class UnknownModelError(UsageError):
     status = 404
 
 
-def select_fields(fields: Json, served: Collection[str], where: str = "") -> Json:
-    """Return the fields that are ``served`` and not null.
+def select_fields(value: Any, nested: Mapping[str, str], place: str = "") -> Any:
+    """Return a value; of a mapping the fields that are served and not null, and so in these.
+
+    Args:
+        value: any JSON.
+        nested: the fields that are served by the place of their mapping, see ``Fields.nested``.
+        place: where the value is; empty for a whole request.
 
     Raises:
         UsageError: a field is neither served nor to be ignored.
     """
+    if not isinstance(value, dict):
+        return value
+    served = (nested.get(place) or nested.get(f"{place} {value.get('type')}", "")).split()
+    if not served:
+        return value
+    where = f"{place}." if place else ""
     selected = {}
     ignored = IGNORED_HERE.get()
-    for name, value in fields.items():
-        changes_nothing = name in IGNORED or value in NOT_SERVED.get(name, [])
-        if value is None or (changes_nothing and name not in served):
+    for name, field in value.items():
+        changes_nothing = field in NOT_SERVED.get(name, []) or (name in IGNORED and not place)
+        if field is None or (changes_nothing and name not in served):
             continue
-        if value == -1 and name in _MINUS_ONE:
+        if field == -1 and name in _MINUS_ONE:
             raise UsageError(f"{name} is -1; it must be {_MINUS_ONE[name]}")
         if name in served:
-            selected[name] = value
+            select = functools.partial(select_fields, nested=nested, place=where + name)
+            selected[name] = [*map(select, field)] if isinstance(field, list) else select(field)
         elif ignored is not None and name not in ESSENTIAL:
             ignored.add(where + name)
         elif name in _STORED:
@@ -138,7 +168,7 @@ def select_fields(fields: Json, served: Collection[str], where: str = "") -> Jso
         elif name in NOT_SERVED:
             raise UsageError(f"{name} is not served here: leave it out")
         else:
-            raise unknown_name("field", where + name[:100], served)
+            raise unknown_name(f"{place} field".lstrip(), name[:100], served)
     return selected
 
 
@@ -146,6 +176,11 @@ class Fields(BaseModel):
     """A request or a part of it, whose fields follow the rules of this module."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
+    nested: ClassVar[dict[str, str]] = _NESTED
+    """The fields of the mappings in a field, by its name and perhaps their type.
+
+    Others have keys of their own, such as schemas, or are refused for their type.
+    """
 
     @model_validator(mode="before")
     @classmethod
@@ -157,7 +192,7 @@ class Fields(BaseModel):
             )
         with errors_as("the body is not of text and finite numbers", ValueError, RecursionError):
             json.dumps(fields, ensure_ascii=False, allow_nan=False).encode()
-        return select_fields(fields, cls.model_fields)
+        return select_fields(fields, {"": " ".join(cls.model_fields)} | cls.nested)
 
 
 class Body(Fields):
@@ -315,8 +350,7 @@ def render_conversation(model: LanguageModel, body: Conversation) -> tuple[str, 
             )
     shows_tools = bool(body.tools) and body.tool_choice != "none"
     # 2) Messages; a mark shows where the template puts the end of the one to continue
-    fields = [select_fields(message, _MESSAGE_FIELDS, "messages.") for message in body.messages]
-    messages = openai_messages(fields)
+    messages = openai_messages(body.messages)
     begun = ""  # of the answer
     continues = body.continue_final_message
     if continues:
@@ -453,17 +487,17 @@ def _text_requests(name: str, body: Continuation) -> list[Request]:
 def _grammar(body: Generation, calls: Grammar | None) -> Grammar | None:
     """Return what a text must match: calls of required tools, or the body's own grammar."""
     texts: dict[GrammarKind, str | None] = {"regex": body.regex, "lark": body.grammar}
-    match body.response_format:
+    match {"schema": {}} | body.response_format:
         case {"type": "text"}:
             pass
-        case {"type": "json_object"}:
-            texts["json_schema"] = '{"type": "object"}'
+        case {"type": "json_object", "schema": dict(schema)}:
+            texts["json_schema"] = json.dumps({"type": "object"} | schema)
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
             texts["json_schema"] = json.dumps(schema)
         case _:
             raise UsageError(
-                'response_format must be {"type": "text"}, {"type": "json_object"} or '
-                '{"type": "json_schema", "json_schema": {"schema": {...}}}'
+                'response_format must be {"type": "text"}, {"type": "json_object"}, perhaps with a '
+                '"schema", or {"type": "json_schema", "json_schema": {"schema": {...}}}'
             )
     grammars = [calls] if calls else []
     grammars += [Grammar(kind, text) for kind, text in texts.items() if text is not None]

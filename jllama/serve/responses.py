@@ -4,7 +4,7 @@ import itertools
 import time
 import uuid
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -25,6 +25,14 @@ class Text(Fields):
 class Respond(Tools, Settings):
     """A text or the items of a conversation to answer. Nothing is stored between requests."""
 
+    nested: ClassVar = {
+        "input None": "role content phase",
+        "input message": "type id status role content phase",
+        "input function_call": "type id status call_id name arguments",
+        "input function_call_output": "type id status call_id output",
+        "tools function": "type name description strict parameters",
+        "tool_choice function": "type name",
+    }
     input: str | Annotated[list[Json], Field(min_length=1)]
     instructions: str = Field("", description="a system message before the input")
     max_output_tokens: int | None = Field(None, ge=0)
@@ -36,22 +44,24 @@ def make_chat(body: Respond) -> Chat:
     """Convert a request to a chat."""
     common = body.model_dump(include={*Chat.model_fields})
     format = body.text.format
+    if format.get("type") == "json_schema":
+        format = _nest(format, "json_schema")
     choice = body.tool_choice
     own = {
         "messages": _messages(body),
         "max_tokens": body.max_output_tokens,
-        "response_format": format | {"json_schema": format},
-        "tools": [_nest_function(tool) for tool in body.tools],
-        "tool_choice": choice if isinstance(choice, str) else _nest_function(choice),
+        "response_format": format,
+        "tools": [_nest(tool, "function") for tool in body.tools],
+        "tool_choice": choice if isinstance(choice, str) else _nest(choice, "function"),
         "stream_options": {"include_usage": True} if body.stream else None,
     }
     return Chat(**common | own)
 
 
-def _nest_function(tool: Json) -> Json:
-    """Convert a function, or the choice of one, to the form of chats."""
-    function = {**tool}
-    return {"type": function.pop("type", None), "function": function}
+def _nest(fields: Json, name: str) -> Json:
+    """Convert a function, the choice of one or a schema to the form of chats."""
+    nested = {**fields}
+    return {"type": nested.pop("type", None), name: nested}
 
 
 def _messages(body: Respond) -> list[Json]:
@@ -71,9 +81,10 @@ def _messages(body: Respond) -> list[Json]:
             case {"role": role, "content": content}:
                 messages.append({"role": role, "content": content})
             case {"type": "function_call", "call_id": id}:
+                function = {name: item.get(name) for name in ("name", "arguments")}
                 if not messages or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant"})
-                messages[-1].setdefault("tool_calls", []).append({"id": id, "function": item})
+                messages[-1].setdefault("tool_calls", []).append({"id": id, "function": function})
             case {"type": "function_call_output", "call_id": id, "output": output}:
                 messages.append({"role": "tool", "tool_call_id": id, "content": output})
             case {"type": "reasoning"} if ignored is not None:

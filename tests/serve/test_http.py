@@ -402,6 +402,9 @@ def test_the_text_is_what_was_asked_for(ask):
         text = choice["message"]["content"] if path == CHAT else choice["text"]
         jsonschema.validate(json.loads(text), SCHEMA)
         assert choice["finish_reason"] == "stop"
+    format = {"type": "json_object", "schema": SCHEMA}
+    _, answer = ask(CHAT, body(response_format=format, max_tokens=200))
+    jsonschema.validate(json.loads(answer["choices"][0]["message"]["content"]), SCHEMA)
     _, answer = ask(COMPLETIONS, {"prompt": "x", "regex": "[ab]{3}c"})
     assert re.fullmatch("[ab]{3}c", answer["choices"][0]["text"])
     _, answer = ask(COMPLETIONS, {"prompt": "x", "grammar": 'start: "yes" | "no"'})
@@ -541,9 +544,81 @@ def body(**fields):
             "top_logprobs: Input should be less than or equal to 20",
         ),
         ({"stream_options": {"include_usage": True}}, "stream_options are for a stream"),
-        ({"stream": True, "stream_options": {"other": True}}, "stream_options: "),
+        (
+            {"stream": True, "stream_options": {"other": True}},
+            "there is no stream_options field other",
+        ),
         ({"response_format": {"type": "xml"}}, 'response_format must be {"type": "text"}'),
         ({"response_format": {"type": "json_schema"}}, 'response_format must be {"type": "text"}'),
+        (
+            {"response_format": {"type": "json_object", "schema": True}},
+            'response_format must be {"type": "text"}',
+        ),
+        *(
+            ({"response_format": format}, f"there is no response_format{said}")
+            for format, said in (
+                ({"type": "text", "schema": SCHEMA}, " field schema; there are type"),
+                (
+                    {"type": "json_object", "shema": {}},
+                    " field shema; did you mean schema?",
+                ),
+                ({"type": "json_object", "json_schema": {"schema": SCHEMA}}, " field json_schema"),
+                (
+                    {"type": "json_schema", "schema": SCHEMA},
+                    " field schema; did you mean json_schema?",
+                ),
+                ({"type": "json_object", "metadata": {}}, " field metadata"),
+                (
+                    {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strikt": True}},
+                    ".json_schema field strikt; did you mean strict?",
+                ),
+            )
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "more": 1}]}]},
+            "there is no messages.content field more",
+        ),
+        ({"messages": [*MESSAGES, *MESSAGES, MESSAGES[0] | {"mood": 1}]}, "no messages field mood"),
+        *(
+            ({"messages": [{"role": "assistant", "tool_calls": [call]}]}, f"there is no {said}")
+            for call, said in (
+                (
+                    {"id": "a", "function": {"name": "f", "arguments": "{}", "strict": True}},
+                    "messages.tool_calls.function field strict",
+                ),
+                (
+                    {"id": "a", "function": {"name": "f", "arguments": "{}"}, "more": 1},
+                    "messages.tool_calls field more",
+                ),
+            )
+        ),
+        *(
+            ({"model": "caller", "tools": [tool]}, f"there is no {said}")
+            for tool, said in (
+                (TOOLS[0] | {"strict": True}, "tools field strict; "),
+                (
+                    {"type": "function", "function": {"name": "f", "schema": {}}},
+                    "tools.function field schema; ",
+                ),
+            )
+        ),
+        *(
+            (
+                {"model": "caller", "tools": TOOLS, "tool_choice": choice},
+                f"there is no {said}",
+            )
+            for choice, said in (
+                (
+                    {"type": "function", "function": {"name": "left"}, "more": 1},
+                    "tool_choice field more",
+                ),
+                ({"type": "function", "name": "left"}, "tool_choice field name"),
+                (
+                    {"type": "function", "function": {"name": "left", "strict": True}},
+                    "tool_choice.function field strict",
+                ),
+            )
+        ),
         ({"regex": "("}, "the grammar (regex) cannot be compiled"),
         ({"grammar": "start: nowhere"}, "the grammar (lark) cannot be compiled"),
         ({"regex": "a", "response_format": {"type": "json_object"}}, "a text can match one of"),
@@ -586,6 +661,28 @@ def test_fields_of_openai(ask):
         ["temperature", "stop", "stream", "tools", "response_format", "seed", "logit_bias"]
     )
     assert ask(CHAT, body(**nothing, **dict.fromkeys(IGNORED, "x")))[0] == 200
+
+
+def test_every_field_of_a_mapping_that_openai_documents(ask):
+    """Null counts as left out there, too."""
+    function = {"name": "left", "description": "a tool", "strict": False, "parameters": SCHEMA}
+    call = {"id": "a", "type": "function", "function": {"name": "left", "arguments": "{}"}}
+    part = {"type": "text", "text": "hello", "prompt_cache_breakpoint": {"mode": "explicit"}}
+    nothing = {"audio": None, "refusal": None, "function_call": None, "annotations": []}
+    messages = [
+        {"role": "system", "content": [part], "name": "a"},
+        {"role": "user", "content": [part | {"more": None}], "name": "b"},
+        {"role": "assistant", "content": None, "name": "c", "tool_calls": [call], **nothing},
+        {"role": "tool", "content": [part], "tool_call_id": "a"},
+    ]
+    schema = {"name": "a", "description": "b", "strict": None, "schema": SCHEMA}
+    given = {"model": "caller", "messages": messages, "max_tokens": 1}
+    for more in (
+        {"tools": [{"type": "function", "function": function}]},
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "left"}}},
+        {"response_format": {"type": "json_schema", "json_schema": schema}},
+    ):
+        assert ask(CHAT, given | more)[0] == 200
 
 
 @pytest.mark.parametrize(

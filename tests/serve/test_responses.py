@@ -340,7 +340,33 @@ def test_items_become_messages():
         ({"max_output_tokens": 5000}, "exceed the model's context"),
         ({"max_tokens": 5}, "there is no field max_tokens; did you mean max_output_tokens?"),
         ({"text": {"format": {"type": "xml"}}}, 'response_format must be {"type": "text"}'),
+        (
+            {"text": {"format": {"type": "json_schema", "schema": SCHEMA, "strikt": True}}},
+            "there is no response_format.json_schema field strikt; did you mean strict?",
+        ),
+        (
+            {"text": {"format": {"type": "text", "schema": SCHEMA}}},
+            "there is no response_format field schema",
+        ),
         ({"text": 1}, "the body must be a JSON object"),
+        ({"model": "caller", "tools": [TOOLS[0] | {"more": 1}]}, "there is no tools field more"),
+        (
+            {"model": "caller", "tools": TOOLS, "tool_choice": {"type": "function", "nam": "left"}},
+            "there is no tool_choice field nam; did you mean name?",
+        ),
+        ({"input": [{"role": "user", "content": "x", "mood": 1}]}, "there is no input field mood"),
+        (
+            {"input": [{"type": "message", "role": "user", "content": "x", "output": "y"}]},
+            "there is no input field output",
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_text", "text": "x", "a": 1}]}]},
+            "there is no messages.content field a;",
+        ),
+        (
+            {"input": [{"type": "function_call", "call_id": "a", "name": "f", "result": "x"}]},
+            "there is no input field result",
+        ),
         ({"tools": TOOLS}, "the model's chat template takes no tools"),
         ({"model": "caller", "tools": [{"type": "web_search"}]}, "tool 0 must be"),
         (
