@@ -19,7 +19,7 @@ from jllama.files import atomic_write_text, check_writable, read_json_object
 from jllama.generation.sampling_params import SamplingParams
 
 _SETTINGS = ["max_new_tokens", *vars(SamplingParams())]
-_COMMON = "adapter system load template max_new_tokens temperature top_p seed quantize"
+_COMMON = "adapter system load chat_template max_new_tokens temperature top_p seed quantize"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class ChatOptions(SamplingParams, ModelOptions):
     Args:
         system: the system prompt; if it is empty, the template decides.
         load: a file with a conversation to continue, as /save writes it.
-        template: a chat template in place of the checkpoint's own: llama2, llama3, chatml,
+        chat_template: a chat template in place of the checkpoint's own: llama2, llama3, chatml,
             mistral, phi4, granite, or a file with a Jinja template.
         max_new_tokens: the maximum number of tokens of an answer; 0 sets no limit but the model's
             context.
@@ -43,7 +43,7 @@ class ChatOptions(SamplingParams, ModelOptions):
 
     system: str = ""
     load: str = ""
-    template: str = ""
+    chat_template: str = ""
     max_new_tokens: int = 1024
     temperature: float = 0.7
     top_p: float = 0.95
@@ -76,10 +76,12 @@ def main(argv: list[str], prog: str) -> int:
     if at_terminal:
         say(f"loading {options.checkpoint} ...")
     model = options.load_model()
-    template = find_template(model.text_tokenizer, model.chat_template, options.template or None)
+    template = find_template(
+        model.text_tokenizer, model.chat_template, options.chat_template or None
+    )
     session = _Session(options, jllama.Conversation(model, template), at_terminal)
     options.say_loaded(model)
-    if not options.template and not model.chat_template:
+    if not options.chat_template and not model.chat_template:
         name = next(name for name, text in TEMPLATES.items() if text == template)
         missing = f"{options.checkpoint} has no chat template: it may not have been trained to chat"
         say(f"{missing}. This chat uses {name}; jllama sample continues a text instead.")

@@ -21,7 +21,7 @@ from jllama.stop import exit_now
 if TYPE_CHECKING:
     from jllama.serve.engine import EngineThread
 
-_COMMON = "adapter host port api_key_file slots context memory_gib quantize drain_s"
+_COMMON = "adapter chat_template host port api_key_file slots context memory_gib quantize drain_s"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,8 @@ class ServeOptions(CheckpointOptions, EngineConfig, HttpConfig):
         name: the name of the model for clients; the default is the name of its file or folder.
         adapter: NAME=PATH of an adapter for these weights, served as the model NAME; it may be
             given several times.
+        chat_template: a chat template in place of each checkpoint's own: llama2, llama3, chatml,
+            mistral, phi4, granite, or a file with a Jinja template.
         host: the address to listen on; 0.0.0.0 accepts requests from everywhere.
         port: the port to listen on; 0 takes a free one.
         api_key_file: a file with one key per line; a client must send one of them. By default
@@ -46,6 +48,7 @@ class ServeOptions(CheckpointOptions, EngineConfig, HttpConfig):
 
     name: str = ""
     adapter: list[str] = dataclasses.field(default_factory=list)
+    chat_template: str = ""
     host: str = "127.0.0.1"
     port: int = 8000
     api_key_file: str = ""
@@ -132,13 +135,17 @@ def _start_engine(options: ServeOptions) -> "EngineThread":
     from jllama import programs
     from jllama.generation.text import encode_prompt
     from jllama.serve.engine import EngineThread
+    from jllama.templates.messages import find_template
 
     programs.enable_store("serve", options.checkpoint)
     models = {name: options.load_with(None, path) for name, path in options.adapters().items()}
     if any(model.tokenizer is None for model in models.values()):
         raise no_tokenizer(options.checkpoint)
-    for model in models.values():
+    for name, model in models.items():
         encode_prompt(model, Prompt([0], options.default, 0))  # checks the default settings
+        if options.chat_template:
+            template = find_template(model.text_tokenizer, None, options.chat_template)
+            models[name] = dataclasses.replace(model, chat_template=template)
     engine = EngineThread(models, options)
     engine.start(say)
     return engine

@@ -155,7 +155,7 @@ def test_every_option_changes_the_answer(chat, babbler, tmp_path):
         ("--min_p", 1),
         ("--repetition_penalty", 0.001),
         ("--system", "be brief"),
-        ("--template", tmp_path / "other.jinja"),
+        ("--chat_template", tmp_path / "other.jinja"),
         ("--max_new_tokens", 2),
     ]:
         code, out, _ = chat(said, *SHORT, *option)
@@ -275,9 +275,9 @@ def test_a_last_line_that_goes_nowhere(chat):
         (["--step", "-1"], 2, "step is -1; it must be 0 or more"),
         (["--step", "3"], 2, "is not a training run, so it has no step 3: leave out the step"),
         (["--sytem", "a"], 2, "there is no option sytem; did you mean system?"),
-        (["--template", "nowhere"], 1, "the template 'nowhere' cannot be read"),
-        (["--template", "llama2"], 0, ""),
-        (["--template", "bad.jinja"], 1, "the chat template is not Jinja: "),
+        (["--chat_template", "nowhere"], 1, "the template 'nowhere' cannot be read"),
+        (["--chat_template", "llama2"], 0, ""),
+        (["--chat_template", "bad.jinja"], 1, "the chat template is not Jinja: "),
     ],
 )
 def test_bad_options(chat, tmp_path, monkeypatch, options, code, said):
@@ -372,7 +372,7 @@ def test_a_model_without_a_template_is_said(tmp_path, capfd, monkeypatch):
         vocab_size=300, num_layers=1, embed_dim=32, mlp_dim=32, num_heads=2, max_seq_len=CONTEXT
     )
     jllama.save(jllama.LanguageModel(config, always_a(config), tokenizer), tmp_path / "base", "hf")
-    for options, said in ([], True), (["--template", "chatml"], False):
+    for options, said in ([], True), (["--chat_template", "chatml"], False):
         monkeypatch.setattr("sys.stdin", None)  # closed
         assert cli.run("chat", [str(tmp_path / "base"), *options]) == 0
         note = f"{tmp_path}/base has no chat template: it may not have been trained to chat. "

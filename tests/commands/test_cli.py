@@ -282,7 +282,7 @@ def test_sampling_and_chatting_with_closed_streams(small_run):
     assert (code, out.startswith("the"), err) == (0, True, "")
     code, out, _ = shell(f"{sample} --prompt é -n 2", PYTHONIOENCODING="ascii")
     assert (code, out.count("\\xe9")) == (0, 2)
-    chat = f"jllama chat {small_run.folder} --template chatml --max_new_tokens 2"
+    chat = f"jllama chat {small_run.folder} --chat_template chatml --max_new_tokens 2"
     assert shell(f"{chat} <&-")[:2] == (0, "")
     code, out, err = shell(
         f"echo the | {chat} >&-"

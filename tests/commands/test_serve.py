@@ -23,6 +23,7 @@ from jllama.checkpoints.registry import open_checkpoint, save
 from jllama.checkpoints.tensors import base_fingerprint
 from jllama.commands import cli
 from jllama.config import LoraConfig
+from jllama.templates.messages import TEMPLATES
 
 ROOT = Path(__file__).parents[2]
 SIZES = ["--slots", "2", "--context", "512", "--port", "0"]
@@ -94,8 +95,11 @@ def test_a_server_from_start_to_stop(serve, http, tmp_path, capsys):
     """Loading, a model and its adapter, a receipt that another process confirms, an answer finished
     after SIGTERM.
     """
+    template = tmp_path / "own.jinja"
+    template.write_text("Own:" + TEMPLATES["chatml"])
+    options = ("--default.top_k=9", "--chat_template", template)
     process, url, lines = serve(
-        "base", "--adapter", "tuned=run", "--adapter", "again=run", "--default.top_k=9"
+        "base", "--adapter", "tuned=run", "--adapter", "again=run", *options
     )
     assert http.get(url).status_code == 200  # the page is there at once
     assert wait_until_ready(http, url) <= {503}
@@ -110,6 +114,11 @@ def test_a_server_from_start_to_stop(serve, http, tmp_path, capsys):
         "seed": 1,
         "receipt": True,
     }
+    for name in ("base", "again"):
+        shown = http.post(
+            f"{url}/apply-template", json={"model": name, "messages": given["messages"]}
+        ).json()
+        assert shown["prompt"].startswith("Own:"), name
     answers = {
         name: http.post(f"{url}/v1/chat/completions", json=given | {"model": name}).json()
         for name in ("base", "tuned", "again")
@@ -180,6 +189,7 @@ def test_a_server_stopped_while_it_loads(serve):
             "adapter is 'base=run'; it must be NAME=PATH, with a name of its own",
         ),
         ("base --adapter a=nowhere", 1, "nowhere"),
+        ("base --chat_template nowhere", 1, "the template 'nowhere' cannot be read"),
         ("base --port 70000", 2, "port is 70000; it must be between 0 and 65,535"),
         ("base --host nowhere.invalid", 1, "cannot listen on port"),
         ("base --slots 0", 2, "slots is 0; it must be at least 1"),
