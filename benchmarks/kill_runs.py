@@ -2,11 +2,13 @@
 
     python benchmarks/kill_runs.py --kills 40
     python benchmarks/kill_runs.py --kills 10 --lora
+    python benchmarks/kill_runs.py --kills 20 --rewards
 
 Half of the kills (``SIGKILL``) come at a random moment, half within half a second after a save
 begins. Every bit of the last checkpoint's parameters and optimizer state must be equal, and every
 line of the loss curve. Every checkpoint that is listed after a kill must be readable. With
-``--lora``, adapters of a small random model learn from chats.
+``--lora``, adapters of a small random model learn from chats. With ``--rewards``, all weights of it
+learn from rewards, held near the weights they began from (``kl``), with two updates a step.
 """
 
 import argparse
@@ -71,23 +73,43 @@ def prepare_text(folder: Path, rng: random.Random) -> None:
     SETTINGS["data"]["path"] = str(folder / "corpus.txt")
 
 
-def prepare_chats(folder: Path, rng: random.Random) -> None:
-    """Write a random model to adapt, and questions with answers of many lengths."""
+def prepare_base(folder: Path) -> None:
+    """Write a random model to begin from."""
     config = LlamaConfig(BytesTokenizer.vocab_size, **SETTINGS.pop("model"))
     save(
         LanguageModel(config, initial_params(jax.random.key(0), config), BytesTokenizer()),
         folder / "base",
         "hf",
     )
+    SETTINGS["init_from"] = str(folder / "base")
+    SETTINGS["training"]["seq_len"] = 63
+
+
+def prepare_chats(folder: Path, rng: random.Random) -> None:
+    """Write a random model to adapt, and questions with answers of many lengths."""
+    prepare_base(folder)
     pairs = [
         {"prompt": some_words(rng, 2), "completion": some_words(rng, rng.randint(1, 8))}
         for _ in range(400)
     ]
     (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    SETTINGS.update(lora={"rank": 4}, data={"path": str(folder / "chats.jsonl")})
+
+
+def prepare_rewards(folder: Path, rng: random.Random) -> None:
+    """Write a random model, and prompts whose answers are rewarded for few different letters."""
+    prepare_base(folder)
+    prompts = [{"prompt": some_words(rng, 3)} for _ in range(100)]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
     SETTINGS.update(
-        init_from=str(folder / "base"), lora={"rank": 4}, data={"path": str(folder / "chats.jsonl")}
+        data={"path": str(folder / "prompts.jsonl")},
+        reward="expression:-(answer | list | unique | list | length)",
+        optimizer={"learning_rate": 1e-2},
     )
-    SETTINGS["training"]["seq_len"] = 63
+    grpo = {"group_size": 4, "max_answer_tokens": 8, "eval_prompts": 4, "kl": 0.5, "updates": 2}
+    SETTINGS["training"].update(
+        objective="grpo", eval_every=6, grpo={**grpo, "mask_overlong": False}
+    )
 
 
 def start(folder: Path, run: Path) -> subprocess.Popen:
@@ -160,11 +182,16 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--rewards", action="store_true")
     options = parser.parse_args()
     rng = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        prepare = prepare_chats if options.lora else prepare_text
+        prepare = prepare_text
+        if options.lora:
+            prepare = prepare_chats
+        elif options.rewards:
+            prepare = prepare_rewards
         prepare(folder, rng)
         (folder / "run.yaml").write_text(yaml.safe_dump(SETTINGS))
         peace = start(folder, folder / "peace")
