@@ -31,8 +31,9 @@ import jax.numpy as jnp
 from common import ROOT, panels, table, write
 
 import jllama
+from jllama.config import BLOCKS
 from jllama.devices import program_bytes
-from jllama.model import LAYER_CLASSES, Layer
+from jllama.model import Layer
 from jllama.parameters import PARAMETERS, Parameter, count_parameters
 from jllama.training.metrics import evaluate
 
@@ -41,12 +42,9 @@ EVALUATIONS = 10
 TIMED_STEPS = 20
 
 
-@dataclasses.dataclass(frozen=True)
-class LayerNormConfig(jllama.LlamaConfig):
-    """A Llama whose blocks have LayerNorm in place of RMSNorm; the norm before the head stays."""
-
-
 class LayerNormLayer(Layer):
+    """Llama's block with LayerNorm in place of RMSNorm; the norm before the head stays."""
+
     def normalize(self, x: Any, name: str) -> Any:
         if not hasattr(self, name):  # of outputs, as OLMo 2 has
             return x
@@ -65,13 +63,13 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> j
     )
 
 
-LAYER_CLASSES[LayerNormConfig] = LayerNormLayer
+BLOCKS["layer_norm"] = LayerNormLayer
 for _name in ("attn_norm_bias", "mlp_norm_bias"):
     PARAMETERS[f"layers/{_name}"] = Parameter(
         ("layers", "embed"),
         role="bias",
         init="zeros",
-        when=lambda config: isinstance(config, LayerNormConfig),
+        when=lambda config: config.block == "layer_norm",
     )
 
 
@@ -110,7 +108,10 @@ COMPARISONS = {
     ),
     "norms": Comparison(
         "shakespeare_char.yaml: 3 layers, width 128, a character a token",
-        {"RMSNorm": jllama.LlamaConfig(**_char), "LayerNorm": LayerNormConfig(**_char)},
+        {
+            "RMSNorm": jllama.LlamaConfig(**_char),
+            "LayerNorm": jllama.LlamaConfig(**_char, block="layer_norm"),
+        },
         jllama.LoopConfig(batch_size=12, seq_len=64, steps=2000),
         jllama.OptimizerConfig(learning_rate=4e-3, warmup_fraction=0.05),
         {"tokenizer": "bytes"},

@@ -11,6 +11,9 @@ Scaling = RopeScaling | None
 if not TYPE_CHECKING:
     Scaling = dict[str, Any] | Scaling  # a configuration file has a mapping
 
+BLOCKS: dict[str, Any] = {}
+"""Blocks of one's own by name: classes derived from ``jllama.model.Layer``."""
+
 MAX_SIZES = {
     "vocab_size": 1 << 24,
     "num_layers": 10_000,
@@ -207,6 +210,8 @@ class LlamaConfig:
         residual_multiplier: factor of what attention and SwiGLU add to the residual stream.
         attention_multiplier: factor of attention's scores; 0 means ``1 / sqrt(head_dim)``.
         logits_scaling: divisor of the logits.
+        block: a block of one's own that the layers are made of, by its name in ``BLOCKS``; empty
+            for Llama's (docs/extend.md).
 
     >>> config = LlamaConfig(vocab_size=32_000, embed_dim=512, num_heads=8)
     >>> config.head_dim, config.mlp_dim
@@ -239,6 +244,7 @@ class LlamaConfig:
     residual_multiplier: float = 1.0
     attention_multiplier: float = 0.0
     logits_scaling: float = 1.0
+    block: str = ""
 
     def __post_init__(self) -> None:
         derived = ("vocab_size", "num_kv_heads", "head_dim", "mlp_dim")
@@ -334,6 +340,13 @@ def _check_extensions(config: LlamaConfig) -> None:
             lambda value, values=values: value in values,
             "one of " + ", ".join(values),
         )
+    check_fields(
+        config,
+        "",
+        "block",
+        lambda name: name in ("", *BLOCKS),
+        "one that a Python file of yours defines: bring it with --import FILE.py",
+    )
     factors = "embedding_multiplier residual_multiplier logits_scaling"
     check_fields(config, "", factors, lambda value: 0 < value < 1e300, "positive, and finite")
     check_fields(

@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jllama import functional as F
-from jllama.config import LayerKind, LlamaConfig
+from jllama.config import BLOCKS, LayerKind, LlamaConfig
 from jllama.decode_params import DecodeParams
 from jllama.devices import loss_chunk_tokens
 from jllama.errors import UsageError, unknown_name
@@ -314,14 +314,8 @@ class Layer(_Module):
         ]
 
 
-LAYER_CLASSES: dict[type[LlamaConfig], type[Layer]] = {LlamaConfig: Layer}
-"""The block of models with a class of configurations, and with classes derived from it that have no
-entry of their own."""
-
-
 def _layer(config: LlamaConfig, key: Array | int) -> Layer:
-    kind = next(LAYER_CLASSES[kind] for kind in type(config).__mro__ if kind in LAYER_CLASSES)
-    return kind(config, nnx.Rngs(key))
+    return BLOCKS.get(config.block, Layer)(config, nnx.Rngs(key))
 
 
 class Llama(_Module):

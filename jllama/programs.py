@@ -22,9 +22,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jllama import cache
 from jllama import functional as F
-from jllama.config import LlamaConfig
+from jllama.config import BLOCKS, LlamaConfig
 from jllama.devices import num_cores
-from jllama.model import LAYER_CLASSES
 
 _RECORDS = "programs_asked"
 _MAX_RECORDED = 6
@@ -132,7 +131,7 @@ def _use_jax_cache(is_used: bool) -> None:
 
 def _is_all_own(static: tuple[Any, ...]) -> bool:
     """Return whether all code that could be traced is jllama's."""
-    traced = [*F.TRUNCATIONS.values(), *F.PENALTIES.values(), *LAYER_CLASSES.values()]
+    traced = [*F.TRUNCATIONS.values(), *F.PENALTIES.values(), *BLOCKS.values()]
     traced += [implementation.function for implementation in F.ATTENTION.values()]
     for arg in static:
         traced += map(type, (arg, *getattr(arg, "__dict__", {}).values()))

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import re
+import sys
 from pathlib import Path
 
 import jax
@@ -17,7 +18,8 @@ import jllama
 from jllama import functional as F
 from jllama import oracle
 from jllama.commands import cli
-from jllama.model import LAYER_CLASSES, KVCache
+from jllama.config import BLOCKS as LAYERS
+from jllama.model import KVCache
 from jllama.parameters import PARAMETERS
 from jllama.rope_scaling import ROPE_SCALINGS
 from jllama.tokenizers import BytesTokenizer
@@ -32,24 +34,30 @@ REGISTRIES = [
     jllama.OPTIMIZERS,
     jllama.FORMATS,
     PARAMETERS,
-    LAYER_CLASSES,
+    LAYERS,
 ]
 REGISTRIES.append(jllama.OBJECTIVES)  # whose addition on the page needs a teacher first
 
 
 @pytest.fixture
-def additions(tmp_path):
-    """The page's code in its order, as a module; its registrations are removed afterwards."""
+def page(tmp_path):
+    """The page's code in its order, as a file; its registrations are removed afterwards."""
     before = [dict(registry) for registry in REGISTRIES]
     path = tmp_path / "my_additions.py"
     path.write_text("\n\n".join(BLOCKS))
-    spec = importlib.util.spec_from_file_location("my_additions", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
+    yield path
     for registry, entries in zip(REGISTRIES, before, strict=True):
         registry.clear()
         registry.update(entries)
+
+
+@pytest.fixture
+def additions(page):
+    """The page's code as a module."""
+    spec = importlib.util.spec_from_file_location("my_additions", page)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_the_page_adds_to_every_registry(additions):
@@ -61,7 +69,7 @@ def test_the_page_adds_to_every_registry(additions):
         "lamb",
         "npz",
         "layers/v_norm",
-        additions.ValueNormConfig,
+        "value_norm",
     ]
     for name, registry in zip(names, REGISTRIES[:7], strict=True):
         assert name in registry
@@ -372,9 +380,99 @@ def test_attention_over_a_cache(additions, monkeypatch):
     assert windowed != everything
 
 
+TINY = """
+model: {num_layers: 2, embed_dim: 32, num_heads: 2, max_seq_len: 32}
+data: {path: text.txt, tokenizer: bytes, cache_dir: cache}
+optimizer: {learning_rate: 0.02}
+training: {batch_size: 8, steps: 6, log_every: 1, sample_tokens: 0, dtype: float32}
+"""
+
+
+@pytest.mark.parametrize("block", ["relu_squared", "sinusoids", "dropout", "value_norm"])
+def test_a_block(tmp_path, page, block, capsys, monkeypatch):
+    """Its run names it: what loads the run computes with it, or says that it is not there."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    Path("plain.yaml").write_text(TINY)
+    Path("mine.yaml").write_text(f"imports: [{page.name}]\n{TINY}")
+    train = ["mine.yaml", "--run_dir", "run", f"--model.block={block}"]
+    assert cli.run("train", train) == 0
+    model = jllama.load("run")
+    assert model.config.block == block
+    tokens = np.arange(20)[None]
+    with_it = model(tokens)
+    if block in ("relu_squared", "sinusoids"):
+        plain = dataclasses.replace(model.config, block="")
+        without = dataclasses.replace(model, config=plain)(tokens)
+        assert np.abs(with_it - without).max() > 0.01
+    np.testing.assert_allclose(jllama.load("run", layout="training")(tokens), with_it, atol=1e-4)
+    jllama.save(model, "saved")
+    np.testing.assert_array_equal(jllama.load("saved")(tokens), with_it)
+    assert cli.run("convert", ["run", "run.gguf"]) == 1
+    assert "no family of models has block" in capsys.readouterr().err
+
+    # In another process, with the file and without it.
+    def begin_process():
+        LAYERS.clear()
+        monkeypatch.delitem(sys.modules, str(page), raising=False)
+
+    more = ["--resume", "run", "--training.steps=8", "--resume_with_changes"]
+    sample = ["run", "--prompt", "the", "--max_new_tokens", "3"]
+    commands = [("sample", sample), ("eval", ["run", "--data", "text.txt"])]
+    commands += [("convert", ["run", "copy", "--to", "orbax"]), ("train", more)]
+    for command, arguments in commands:
+        begin_process()
+        assert cli.run(command, arguments) > 0
+        assert f"block is {block}; it must be one that" in capsys.readouterr().err
+        assert cli.run(command, [*arguments, "--import", page.name]) == 0
+        capsys.readouterr()
+
+
+def test_dropout_is_on_for_gradients_alone(additions):
+    """A block with it gives the values of one without it, and other gradients."""
+    config = dataclasses.replace(SMALL, block="dropout")
+    params = jax.tree.map(jnp.asarray, random_params(SMALL, 0))
+    tokens = np.random.default_rng(0).integers(0, 256, (2, 32))
+
+    def loss(params, config, remat="none"):
+        model = jllama.build_model(config, params)
+        return jnp.sum(jnp.square(model.hidden(tokens, remat=remat) - 0.1))
+
+    usual = float(loss(params, config))
+    assert usual == pytest.approx(float(loss(params, SMALL)), rel=1e-6)
+    value, gradients = jax.value_and_grad(loss)(params, config)
+    assert abs(value - usual) > 1e-4 * usual
+    for remat in ("dots", "block"):  # what is computed again leaves out the same elements
+        again, others = jax.value_and_grad(loss)(params, config, remat)
+        assert float(again) == pytest.approx(float(value), rel=1e-6)
+        for one, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(others), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-3)
+
+
+def test_code_that_only_a_folder_names_is_not_run(tmp_path, capsys, monkeypatch):
+    """A run's configuration may not bring files; a file that is not there, or fails, is named."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    Path("plain.yaml").write_text(TINY)
+    Path("evil.py").write_text("open('was_run', 'w')\nx = 1 / 0\n")
+    assert cli.run("train", ["plain.yaml", "--run_dir", "theirs"]) == 0
+    config = Path("theirs/config.yaml")
+    config.write_text(config.read_text() + "imports: [evil.py]\n")
+    assert cli.run("train", ["--resume", "theirs"]) == 0
+    assert cli.run("sample", ["theirs", "--max_new_tokens", "3"]) == 0
+    assert not Path("was_run").exists()
+    capsys.readouterr()
+    assert cli.run("sample", ["theirs", "--import", "evil.py"]) == 2
+    error = "error: --import evil.py: ZeroDivisionError: division by zero (evil.py, line 2)\n"
+    assert capsys.readouterr().err == error
+    assert cli.run("sample", ["theirs", "--import=none.py"]) == 2
+    error = "error: --import none.py: there is no such Python file\n"
+    assert capsys.readouterr().err == error
+
+
 def test_rows_of_parameters(additions):
     """They are initialized, trained, laid out for decoding and decoded with."""
-    config = additions.ValueNormConfig(**vars(SMALL))
+    config = dataclasses.replace(SMALL, block="value_norm")
     params = jllama.initial_params(jax.random.key(0), config)
     assert params["layers"].keys() - jllama.initial_params(jax.random.key(0), SMALL)[
         "layers"

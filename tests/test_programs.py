@@ -17,8 +17,9 @@ from jax.experimental import serialize_executable
 import jllama
 from jllama import cache, programs
 from jllama import functional as F
+from jllama.config import BLOCKS
 from jllama.language_model import LanguageModel
-from jllama.model import LAYER_CLASSES, Layer
+from jllama.model import Layer
 from jllama.tokenizers import BytesTokenizer
 
 ASKED = {"max_new_tokens": 6, "seed": 3, "temperature": 0.9, "top_k": 40}
@@ -102,7 +103,7 @@ def test_what_can_be_damaged_is_compiled_again(folder, loaded, monkeypatch):
             "reference",
             F.AttentionImplementation(lambda *a: F.ATTENTION["xla"].function(*a)),
         ),
-        (LAYER_CLASSES, jllama.LlamaConfig, type("Mine", (Layer,), {"__module__": "mine"})),
+        (BLOCKS, "mine", type("Mine", (Layer,), {"__module__": "mine"})),
     ],
     ids=["truncation", "penalty", "attention", "layer"],
 )

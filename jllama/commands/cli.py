@@ -82,6 +82,9 @@ _HELP = {
 }
 
 
+_IMPORTS = "Python files of yours to run first; they add blocks and more (docs/extend.md)"
+
+
 class _Parser(jsonargparse.ArgumentParser):
     """Parser that reports a mistake as one sentence and suggests the nearest option."""
 
@@ -152,11 +155,27 @@ def parse(
         print(page, end="", file=sys.stdout if argv else sys.stderr)
         raise SystemExit(0 if argv else 2)
     try:
-        settings = parser.instantiate(parser.parse_args(_flags(parser, argv, positional)))
+        settings = parser.parse_args(_flags(parser, argv, positional))
+        _import_files(settings.imports)
+        settings = parser.instantiate(settings)
     # An IndexError comes from --print_config= with options of its own.
     except (RecursionError, IndexError, ValueError) as error:
         raise UsageError("the value of an option cannot be parsed; give a plain value") from error
-    return options(**{name: value for name, value in vars(settings).items() if name != "config"})
+    others = ("config", "imports")
+    return options(**{name: value for name, value in vars(settings).items() if name not in others})
+
+
+def _import_files(paths: Iterable[str]) -> None:
+    """Run Python files that add blocks and more (docs/extend.md)."""
+    for path in paths:
+        from jllama.rewards.worker import describe_error, import_file
+
+        if not (path.endswith(".py") and Path(path).is_file()):
+            raise UsageError(f"--import {path}: there is no such Python file")
+        try:
+            import_file(path)
+        except Exception as error:
+            raise UsageError(f"--import {path}: {describe_error(f'{path}:', error)}") from error
 
 
 def _parser(options: type, prog: str, positional: Sequence[str], shown: Sequence[str]) -> _Parser:
@@ -170,6 +189,7 @@ def _parser(options: type, prog: str, positional: Sequence[str], shown: Sequence
     parser.usage = " ".join([prog, *words, "[options]"])
     parser.description = _description(doc, prog, "config" in positional)
     parser.add_argument("--config", action="config", help="a YAML file with any of these options")
+    parser.add_argument("--imports", "--import", type=list[str], default=[], help=_IMPORTS)
     parser.add_class_arguments(options)
     for group in parser._action_groups:
         if doc.startswith(group.title or ":"):

@@ -49,7 +49,9 @@ def read_options(argv: list[str], prog: str) -> TrainConfig:
         file = Path(resume) / "config.yaml"
         if file.is_file():
             # That file has the number of steps that its epochs came to.
-            options = ["--config", str(file), "--training.epochs", "0", "--run_dir", resume]
+            # Code that only a run's folder names is not run.
+            options = ["--config", str(file), "--imports", "[]", "--training.epochs", "0"]
+            options += ["--run_dir", resume]
             argv = [*options, *argv]
     config = parse(TrainConfig, argv, prog, ("config",), _COMMON)
     if not config.init_from:

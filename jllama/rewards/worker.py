@@ -19,8 +19,21 @@ from typing import Any
 from jllama.rewards.shipped import REWARDS, checked_scores
 
 
+def import_file(path: str) -> Any:
+    """Run a Python file once, with its folder on the search path, and return it as a module."""
+    name = str(Path(path).resolve())
+    if name not in sys.modules:
+        sys.path.insert(0, str(Path(name).parent))
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
 def load_function(spec: str) -> Any:
-    """Return the function of ``file.py:name``, with the file's folder on the search path.
+    """Return the function of ``file.py:name``.
 
     Other specifications are those of shipped rewards.
     """
@@ -28,14 +41,7 @@ def load_function(spec: str) -> Any:
     if not path.endswith(".py"):
         name, _, argument = spec.partition(":")
         return REWARDS[name](argument)
-    sys.path.insert(0, str(Path(path).resolve().parent))
-    module_spec = importlib.util.spec_from_file_location("rewards_of_the_user", path)
-    assert module_spec is not None
-    assert module_spec.loader is not None
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module
-    module_spec.loader.exec_module(module)
-    return getattr(module, name)
+    return getattr(import_file(path), name)
 
 
 def describe_error(spec: str, error: BaseException) -> str:
@@ -44,7 +50,7 @@ def describe_error(spec: str, error: BaseException) -> str:
     lines = [
         f" ({path}, line {frame.lineno})"
         for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename == path
+        if frame.filename == os.path.abspath(path)
     ]
     return f"{type(error).__name__}: {error}{''.join(lines[-1:])}"
 

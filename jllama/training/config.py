@@ -348,6 +348,8 @@ class TrainConfig:
         check("objective", lambda name: name in ("auto", "grpo"), "auto or grpo, with reward")
         if self.training.grpo.exact:
             check_fields(self.mesh, "mesh.", "tensor", lambda ways: ways == 1, "1 in exact mode")
+            expected = "left out in exact mode"
+            check_fields(self.model, "model.", "block", lambda name: not name, expected)
         size = self.training.grpo.group_size
         check(
             "batch_size",

@@ -17,10 +17,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jllama import functional as F
-from jllama.config import LlamaConfig
+from jllama.config import BLOCKS, LlamaConfig
 from jllama.decode_params import DecodeParams
 from jllama.model import (
-    LAYER_CLASSES,
     AttentionInputs,
     Layer,
     attention_inputs,
@@ -43,7 +42,7 @@ class ExactConfig(LlamaConfig):
 
 def exact_config(config: LlamaConfig, block_tokens: int) -> ExactConfig:
     """Return the same model with layers that compute blocks of tokens."""
-    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    fields: Any = vars(config) | {"block": "exact"}
     return ExactConfig(**fields, block_tokens=block_tokens)
 
 
@@ -103,7 +102,7 @@ class ExactLayer(Layer):
         return x + self.feed_forward_update(x)
 
 
-LAYER_CLASSES[ExactConfig] = ExactLayer
+BLOCKS["exact"] = ExactLayer
 
 
 def map_blocks(
