@@ -117,6 +117,8 @@ class LoraConfig:
         dora: scale each output of ``W + scale A B`` to a trained length (DoRA, arXiv:2402.09353).
         base: numbers that store the frozen weights: those of the computation (``auto``), bfloat16,
             8 or 4 bits (``nf4`` needs the package qwix).
+        init_from: adapters of the weights to go on with: a run that trained them, PEFT's folder or
+            a GGUF LoRA. The other options but ``base`` are then those of these adapters.
     """
 
     rank: int = 0
@@ -125,6 +127,7 @@ class LoraConfig:
     rank_stabilized: bool = False
     dora: bool = False
     base: Literal["auto", "bfloat16", "int8", "nf4"] = "auto"
+    init_from: str = ""
 
     def __post_init__(self) -> None:
         check_fields(self, "lora.", "rank", lambda rank: rank >= 0, "0, for none, or more")

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors
+from flax.traverse_util import unflatten_dict
 from gguf import GGMLQuantizationType
 
 from jllama.checkpoints.families import family_of
@@ -30,7 +31,7 @@ from jllama.checkpoints.tensors import (
 from jllama.config import LlamaConfig, LoraConfig
 from jllama.errors import JllamaError
 from jllama.files import errors_as, read_fields, read_json_object, write_json
-from jllama.parameters import PARAMETERS, NamedFormat, tensor_specs
+from jllama.parameters import PARAMETERS, NamedFormat, Params, tensor_specs
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -134,6 +135,14 @@ def merge(base: Checkpoint, adapter: Adapter) -> Checkpoint:
     return dataclasses.replace(
         base, tensors=tensors, step=adapter.step or base.step, adapter=adapter
     )
+
+
+def stacked(adapter: Adapter) -> Params:
+    """Return an adapter in the layout for training (``jllama.lora``)."""
+    stacks: dict[str, list[np.ndarray]] = {}
+    for key, tensor in adapter.tensors.items():  # layer by layer
+        stacks.setdefault(re.sub(r"/\d+/", "/", key), []).append(tensor.T)
+    return unflatten_dict({path: np.stack(stack) for path, stack in stacks.items()}, sep="/")
 
 
 class _Tensor(NamedTuple):

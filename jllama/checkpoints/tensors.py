@@ -277,13 +277,17 @@ def base_fingerprint(checkpoint: Checkpoint) -> str:
 
     ``norms`` hashes all norms, ``rows`` the first row of every matrix, rounded to bfloat16, in
     the order of ``tensor_specs``. Matrices that were rounded otherwise (float16, or
-    GGUF's quantized types) are left out: then the fingerprint is ``norms`` alone.
+    GGUF's quantized types) are left out: then the fingerprint is ``norms`` alone. An adapter that
+    is merged into the checkpoint counts among its norms.
     """
     norms = hashlib.sha256()
     rows = hashlib.sha256()
     for spec in tensor_specs(checkpoint.config):
         digest, num_rows = (rows, 1) if spec.parameter.inputs else (norms, spec.shape[0])
         digest.update(checkpoint.tensors[spec.key][0:num_rows].astype(jnp.bfloat16).tobytes())
+    if checkpoint.adapter:
+        for key, tensor in checkpoint.adapter.tensors.items():
+            norms.update(key.encode() + tensor.tobytes())
     is_rounded = any(
         tensor.dtype == np.float16 or getattr(tensor, "quantized", "")
         for tensor in checkpoint.tensors.values()

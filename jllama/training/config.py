@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import operator
 from typing import Literal
 
 from jllama.config import DistributedConfig, LlamaConfig, LoraConfig, MeshConfig
@@ -323,9 +324,8 @@ class TrainConfig:
                 )
             object.__setattr__(self, "run_dir", self.resume)
         if not self.init_from:
-            check_fields(
-                self.lora, "lora.", "rank", lambda rank: not rank, "0 or left out without init_from"
-            )
+            expected = "left out without init_from, whose weights are adapted"
+            check_fields(self.lora, "lora.", "rank init_from", operator.not_, expected)
             check_fields(
                 self, "", "rope_factor", lambda factor: factor is None, "left out without init_from"
             )
@@ -373,7 +373,7 @@ class TrainConfig:
     @property
     def trains_adapters(self) -> bool:
         """Whether only adapters are trained."""
-        return self.lora.rank > 0
+        return bool(self.lora.rank or self.lora.init_from)
 
     @property
     def has_reference(self) -> bool:

@@ -13,6 +13,7 @@ from jax.experimental.multihost_utils import process_allgather
 from rich.console import Console
 
 from jllama import distributed
+from jllama.checkpoints.adapters import stacked
 from jllama.checkpoints.chat_files import write_chat_files
 from jllama.checkpoints.receipt import describe_weights
 from jllama.checkpoints.run import CHECKPOINTS, CONFIG, METRICS, SAMPLES
@@ -186,11 +187,14 @@ def describe_origin(
     config: TrainConfig, origin: Checkpoint | None, initial: TrainState | None
 ) -> Json:
     """Return fingerprints of what a resumed run reads again: adapters' base, or the reference."""
+    meta = {}
     if config.trains_adapters and origin:
-        return {"base_fingerprint": base_fingerprint(origin)}
-    if config.has_reference and initial:
-        return {"reference_fingerprint": sha256(describe_weights(initial.params))}
-    return {}
+        base = dataclasses.replace(origin, adapter=None)
+        meta["base_fingerprint"] = base_fingerprint(base)
+    # DoRA's first lengths are sums, whose last bits depend on the device.
+    if config.has_reference and initial and not config.lora.dora:
+        meta["reference_fingerprint"] = sha256(describe_weights(initial.params))
+    return meta
 
 
 def last_records(folder: Path, step: int) -> dict[str, int]:
@@ -286,13 +290,16 @@ def load_initial_state(
 ) -> TrainState:
     """Return the state before the first step, from the weights of ``origin`` if there is one."""
     params = None
+    adapter = None
     if origin:
         trainable = training.trainable
         rules = ruleset(config.mesh)
         params = load_params(
             origin, trainable.load_dtype, training.mesh, rules=rules, convert=trainable.convert
         )
-    return training.init(jax.random.key(config.seed), params)
+        if config.lora.init_from:
+            adapter = stacked(origin.adapter)
+    return training.init(jax.random.key(config.seed), params, adapter)
 
 
 def add_reference_log_probs(

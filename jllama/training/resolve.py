@@ -3,11 +3,11 @@
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 from jllama.checkpoints.registry import open_checkpoint
 from jllama.checkpoints.run import read_config
 from jllama.checkpoints.tensors import Checkpoint
-from jllama.config import LlamaConfig
 from jllama.data.batches import num_epoch_rows
 from jllama.data.chats import data_task, prepare_chats
 from jllama.data.config import DataConfig
@@ -121,6 +121,15 @@ def _open_origin(config: TrainConfig, existing: Path | None) -> Checkpoint:
         origin = dataclasses.replace(origin, chat_template=template)
     if origin.chat_template:
         origin = dataclasses.replace(origin, chat_template=with_date(origin.chat_template))
+    if config.trains_adapters and origin.adapter:
+        raise UsageError(
+            f"{path} is a run with adapters of {origin.adapter.base}: to go on with them, give "
+            f"init_from {origin.adapter.base} and lora.init_from {path}; to train others, merge "
+            "them first, by jllama convert"
+        )
+    if config.lora.init_from:
+        adapted = open_checkpoint(path, config.rope_factor, adapter=config.lora.init_from)
+        origin = dataclasses.replace(origin, adapter=adapted.adapter)
     return origin
 
 
@@ -133,14 +142,23 @@ def _with_model(config: TrainConfig, origin: Checkpoint | None) -> TrainConfig:
         model = preset(config.preset)
     if origin:
         model = origin.config
-    source = config.init_from or config.preset
-    for name, value in vars(model).items():
-        field = getattr(config.model, name)
-        if field not in (value, getattr(LlamaConfig(), name)):
+    _check_taken("model", config.model, model, config.init_from or config.preset)
+    lora = config.lora
+    if origin and lora.init_from:
+        lora = dataclasses.replace(origin.adapter.lora, base=lora.base, init_from=lora.init_from)
+        _check_taken("lora", config.lora, lora, lora.init_from)
+    return dataclasses.replace(config, model=model, lora=lora)
+
+
+def _check_taken(group: str, options: Any, taken: Any, source: str) -> None:
+    """Raise ``UsageError`` if an option is neither left out nor what is taken from ``source``."""
+    for name, value in vars(taken).items():
+        field = getattr(options, name)
+        if field not in (value, getattr(type(options)(), name)):
             raise UsageError(
-                f"model.{name} is {field}; it must be {value}, as in {source}, or left out with it"
+                f"{group}.{name} is {field}; it must be {value}, as in {source}, or left out with "
+                "it"
             )
-    return dataclasses.replace(config, model=model)
 
 
 def _with_sizes(

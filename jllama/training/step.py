@@ -90,8 +90,8 @@ class StepMetrics(NamedTuple):
 class Training(NamedTuple):
     """The compiled programs of a training, and how state and batches are split over the mesh.
 
-    - ``init(key, params=None)``: the ``TrainState`` before the first step, from fresh or given
-      parameters.
+    - ``init(key, params=None, adapter=None)``: the ``TrainState`` before the first step, from fresh
+      or given parameters and adapters.
     - ``step(state, batch)``: one update, ``(state, StepMetrics)``. The given state is donated. A
       token id outside the vocabulary raises ``UsageError`` if the batch is of NumPy arrays; in JAX
       arrays it makes the step a skipped one.
@@ -140,12 +140,18 @@ class Setup(NamedTuple):
 # The step
 
 
-def initial_state(setup: Setup, key: Key[Array, ""], params: Params | None = None) -> TrainState:
-    """Return the state before the first step, from fresh or given weights."""
+def initial_state(
+    setup: Setup,
+    key: Key[Array, ""],
+    params: Params | None = None,
+    adapter: Params | None = None,
+) -> TrainState:
+    """Return the state before the first step, from fresh or given weights and adapters."""
     options = setup.config.training
     init_key, run_key = jax.random.split(key)
     weights = initial_params(init_key, setup.config.model) if params is None else params
     params, base = setup.trainable.init(init_key, weights)
+    params = adapter or params
     trained = setup.trainable.select(params)
     usual_norm = jnp.zeros((), jnp.float32) if options.spike_factor else None
     average = trained if options.ema else None

@@ -1,18 +1,23 @@
 """Adapters at the command line: merged, exported, talked with; a misfit is one sentence."""
 
+import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+from helpers import trained_smollm
 from helpers_adapters import adapter_params, make_run
 from models import FILE, weights
 
-from jllama.checkpoints.registry import open_checkpoint, save
+from jllama.checkpoints.registry import load, open_checkpoint, save
 from jllama.checkpoints.tensors import base_fingerprint
 from jllama.commands import cli
 from jllama.config import LoraConfig
+from jllama.errors import JllamaError
 from jllama.language_model import LanguageModel
 from jllama.parameters import map_by_path
+from jllama.templates.messages import TEMPLATES
 from jllama.tokenizers import BytesTokenizer
 
 GREEDY = ["--temperature", "0", "--max_new_tokens", "8"]
@@ -68,6 +73,99 @@ def test_an_adapter_is_exported_and_talked_with(place, capsys):
         assert same == text
         assert f"{base} with {adapter}\n" in loaded
     assert said(capsys, "sample", base, *GREEDY, "--prompt", "the")[0] != text
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory):
+    """A quantized base, and a run that trained an adapter of it on chats."""
+    folder = tmp_path_factory.mktemp("tuned")
+    tokenizer = trained_smollm(["user assistant Question yes no"], FILE.vocab_size - 1)
+    model = LanguageModel(FILE, weights(FILE), tokenizer, TEMPLATES["chatml"], (2,))
+    save(model, folder / "base.gguf", "gguf", "q8_0")
+    chats = [{"prompt": f"Question {number}?", "completion": "yes, yes"} for number in range(12)]
+    pairs = [{**chat, "chosen": "no", "rejected": "yes"} for chat in chats]
+    for pair in pairs:
+        del pair["completion"]
+    for name, records in {"chats": chats, "pairs": pairs}.items():
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        (folder / f"{name}.jsonl").write_text(text)
+    assert train(folder, "mix", "--lora.rank=4") == 0
+    return folder
+
+
+def train(folder, run, *options):
+    """Train from the quantized base, and return the exit code."""
+    usual = {
+        "init_from": folder / "base.gguf",
+        "run_dir": folder / run,
+        "data.path": folder / "chats.jsonl",
+        "data.cache_dir": folder / "cache",
+        "optimizer.learning_rate": 1e-2,
+        "training.batch_size": 4,
+        "training.steps": 6,
+        "training.log_every": 1,
+        "training.sample_tokens": 0,
+    }
+    words = [f"--{name}={value}" for name, value in usual.items()]
+    return cli.run("train", [*words, *map(str, options)])
+
+
+def logits(path, adapter=None):
+    return np.asarray(load(path, adapter=adapter)(np.arange(20)[None]))
+
+
+def test_an_adapter_of_an_adapter_is_refused_with_the_ways_to_go_on(tuned, capsys):
+    capsys.readouterr()
+    assert train(tuned, "refused", f"--init_from={tuned / 'mix'}", "--lora.rank=4") == 2
+    base = tuned / "base.gguf"
+    error = capsys.readouterr().err
+    assert f"to go on with them, give init_from {base} and lora.init_from {tuned / 'mix'}" in error
+    assert not (tuned / "refused").exists()
+    # Nor is one merged into another, though over a quantized base only norms are compared.
+    with pytest.raises(JllamaError, match="is an adapter for another base, by its fingerprint"):
+        load(tuned / "mix", adapter=tuned / "mix")
+
+
+def test_training_goes_on_with_an_adapter(tuned, capsys):
+    """From where it stood, of any format; the result is an adapter of the same base."""
+    base, mix = tuned / "base.gguf", tuned / "mix"
+    start = logits(mix)
+    assert np.abs(start - logits(base)).max() > 0.1
+    said(capsys, "convert", mix, tuned / "peft", "--to", "peft")
+    for name, adapter in (("same", mix), ("same_peft", tuned / "peft")):
+        still = ("--optimizer.learning_rate=1e-12", "--training.steps=1")
+        assert train(tuned, name, f"--lora.init_from={adapter}", *still) == 0
+        np.testing.assert_allclose(logits(tuned / name), start, atol=1e-4)
+    assert train(tuned, "mix2", f"--lora.init_from={mix}") == 0
+    assert cli.run("train", ["--resume", str(tuned / "mix2"), "--training.steps=8"]) == 1
+    more = ["--training.steps=8", "--resume_with_changes"]
+    assert cli.run("train", ["--resume", str(tuned / "mix2"), *more]) == 0
+    capsys.readouterr()
+    end = logits(tuned / "mix2")
+    assert np.abs(end - start).max() > 0.01
+    np.testing.assert_array_equal(logits(base, tuned / "mix2"), end)
+    _, printed = said(capsys, "convert", tuned / "mix2", tuned / "peft2", "--to", "peft")
+    assert f"its base is {base}: PEFT loads folders of Hugging Face" in printed
+    fields = json.loads((tuned / "peft2" / "adapter_config.json").read_text())
+    assert (fields["base_model_name_or_path"], fields["r"]) == (str(base), 4)
+    np.testing.assert_allclose(logits(base, tuned / "peft2"), end, atol=1e-5)
+
+    assert train(tuned, "refused", f"--lora.init_from={mix}", "--lora.rank=8") == 2
+    error = f"lora.rank is 8; it must be 4, as in {mix}, or left out with it"
+    assert error in capsys.readouterr().err
+    assert train(tuned, "refused", "--init_from=", f"--lora.init_from={mix}") == 2
+    assert "it must be left out without init_from" in capsys.readouterr().err
+
+
+def test_preferences_are_learned_from_where_the_adapter_stood(tuned):
+    """The model before training is the tuned one: its rewards are zero at the first step."""
+    pairs = f"--data.path={tuned / 'pairs.jsonl'}"
+    assert train(tuned, "dpo", f"--lora.init_from={tuned / 'mix'}", pairs) == 0
+    lines = (tuned / "dpo" / "metrics.jsonl").read_text().splitlines()
+    steps = [line for line in map(json.loads, lines) if "figures" in line]
+    first, last = steps[0]["figures"], steps[-1]["figures"]
+    assert abs(first["chosen_reward"]) + abs(first["rejected_reward"]) < 1e-5
+    assert last["margin"] > 0.01
 
 
 def test_an_adapter_is_evaluated_as_what_it_is_merged_into(place, capsys):
