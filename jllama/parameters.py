@@ -105,6 +105,11 @@ def _row(axes: str, **columns: Any) -> Parameter:
     return Parameter(tuple(axes.replace("*", "").split()), inputs, **columns)
 
 
+def _norm(axes: str, **columns: Any) -> Parameter:
+    """Return the row of a norm's scale."""
+    return _row(axes, role="scale", init="ones", **columns)
+
+
 def _bias(heads: str, **columns: Any) -> Parameter:
     """Return the row of a bias of queries, keys or values."""
     return _row(
@@ -118,10 +123,8 @@ def _bias(heads: str, **columns: Any) -> Parameter:
 
 def _qk_norm(kind: str, axes: str, huggingface: str, gguf: str) -> Parameter:
     """Return the row of a norm of queries or keys."""
-    return _row(
+    return _norm(
         f"layers {axes}",
-        role="scale",
-        init="ones",
         huggingface=huggingface,
         gguf=gguf,
         when=lambda config: config.qk_norm == kind,
@@ -139,10 +142,8 @@ PARAMETERS = {
         llama2c=0,
         gain=0.25,
     ),
-    "layers/attn_norm": _row(
+    "layers/attn_norm": _norm(
         "layers embed",
-        role="scale",
-        init="ones",
         meta="attention_norm",
         huggingface="input_layernorm",
         gguf="attn_norm",
@@ -192,10 +193,8 @@ PARAMETERS = {
         llama2c=5,
         residual=True,
     ),
-    "layers/mlp_norm": _row(
+    "layers/mlp_norm": _norm(
         "layers embed",
-        role="scale",
-        init="ones",
         meta="ffn_norm",
         huggingface="post_attention_layernorm",
         gguf="ffn_norm",
@@ -226,26 +225,20 @@ PARAMETERS = {
         llama2c=8,
         residual=True,
     ),
-    "layers/attn_out_norm": _row(
+    "layers/attn_out_norm": _norm(
         "layers embed",
-        role="scale",
-        init="ones",
         huggingface="post_attention_layernorm",
         gguf="post_attention_norm",
         when=lambda config: config.norm_placement == "after",
     ),
-    "layers/mlp_out_norm": _row(
+    "layers/mlp_out_norm": _norm(
         "layers embed",
-        role="scale",
-        init="ones",
         huggingface="post_feedforward_layernorm",
         gguf="post_ffw_norm",
         when=lambda config: config.norm_placement == "after",
     ),
-    "final_norm": _row(
+    "final_norm": _norm(
         "embed",
-        role="scale",
-        init="ones",
         meta="norm",
         huggingface="model.norm",
         gguf="output_norm",

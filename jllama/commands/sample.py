@@ -8,10 +8,6 @@ import sys
 from collections.abc import Generator
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Column, Table
-from rich.text import Text
-
 import jllama
 from jllama.commands.cli import parse
 from jllama.commands.model import ModelOptions, sampling_params
@@ -19,16 +15,6 @@ from jllama.errors import JllamaError, UsageError, check_fields
 from jllama.files import errors_as
 from jllama.generation.sampling_params import SamplingParams
 
-COMPARED = {
-    "greedy": SamplingParams(temperature=0.0),
-    "random, T=1": SamplingParams(1.0, 0, 1.0),
-    "random, T=0.7": SamplingParams(0.7, 0, 1.0),
-    "top-k 40, T=1": SamplingParams(1.0, 40, 1.0),
-    "top-k 40, T=0.7": SamplingParams(0.7, 40, 1.0),
-    "top-p 0.9, T=1": SamplingParams(1.0, 0, 0.9),
-    "top-p 0.9, T=0.7": SamplingParams(0.7, 0, 0.9),
-}
-"""The settings that ``--compare`` puts side by side."""
 _COMMON = "prompt prompts_file output n max_new_tokens stop temperature seed quantize"
 
 
@@ -61,7 +47,6 @@ class SampleOptions(SamplingParams, ModelOptions):
         logprobs: show each token and its log-probability, too.
         echo: print the prompt before the text; by default only without --json.
         json: print a JSON object for each text instead of the text.
-        compare: print a table of seven settings (greedy, random, top-k 40 and top-p 0.9).
     """
 
     prompt: str = ""
@@ -81,7 +66,6 @@ class SampleOptions(SamplingParams, ModelOptions):
     logprobs: bool = False
     echo: bool | None = None
     json: bool = False
-    compare: bool = False
 
     def __post_init__(self) -> None:
         SamplingParams.__post_init__(self)
@@ -91,17 +75,13 @@ class SampleOptions(SamplingParams, ModelOptions):
         check_fields(self, "", "n batch_size", lambda value: 1 <= value <= 100_000, expected)
         if bool(self.prompts_file) != bool(self.output):
             raise UsageError("prompts_file and output go together: give both, or neither")
-        for name in ("prompt", "compare", "json"):
+        for name in ("prompt", "json"):
             if self.prompts_file and getattr(self, name):
                 raise UsageError(f"{name} has no meaning with prompts_file: leave it out")
         exclusive = [self.json_schema, self.regex, self.speculate]
         if sum(map(bool, exclusive)) > 1:
             raise UsageError(
                 "json_schema, regex and speculate do not go together: give one of them"
-            )
-        if self.compare and (self.n > 1 or self.logprobs or self.json or self.echo is not None):
-            raise UsageError(
-                "compare prints a table of its own: leave out n, logprobs, json and echo"
             )
 
 
@@ -138,8 +118,6 @@ def main(argv: list[str], prog: str) -> int:
     problems: list[str] = []
     if options.prompts_file:
         completions, problems = complete_file(model, prompt, options)
-    elif options.compare:
-        completions = _compare(model, encoded, options)
     else:
         completions = _print_texts(model, encoded, options)
     _print_notes(model, completions, options)
@@ -220,20 +198,3 @@ def _stream_text(pieces: Generator[str, None, jllama.Completion]) -> jllama.Comp
             print(next(pieces), end="", flush=True)
         except StopIteration as end:
             return end.value
-
-
-def _compare(
-    model: jllama.LanguageModel, prompt: jllama.Prompt, options: SampleOptions
-) -> list[jllama.Completion]:
-    """Print a table of all ``COMPARED`` settings, which are the rows of one batch."""
-    prompts = []
-    for sampling in COMPARED.values():
-        seeded = dataclasses.replace(sampling, seed=options.seed)
-        prompts.append(dataclasses.replace(prompt, sampling=seeded))
-    completions = jllama.generate(model, prompts, speculate=options.speculate)
-    # In a narrow terminal the column of the text would vanish without a minimal width.
-    table = Table("setting", Column("text", overflow="fold", min_width=6), show_lines=True)
-    for name, completion in zip(COMPARED, completions, strict=True):
-        table.add_row(name, Text(options.prompt, "bold") + Text(completion.text))
-    Console().print(table)
-    return completions

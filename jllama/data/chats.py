@@ -206,8 +206,7 @@ def _prompt_and_answers(record: Record) -> tuple[Any, list[Any]]:
         question = fields["instruction"]
         if fields.get("input"):
             question = f"{question}\n{fields['input']}"
-        question = {"role": "user", "content": question}
-        return [*system, *_history(fields.get("history") or []), question], answers
+        return [*system, {"role": "user", "content": question}], answers
     asks = _ASKS if record.form == PAIR else COMPLETION
     prompt = next((fields[name] for name in asks if name in fields), "")
     if system:
@@ -225,19 +224,6 @@ def _parsed(name: str, value: Any) -> Any:
         return value
     are_messages = all(isinstance(item, dict) and item.keys() & {"role", "from"} for item in items)
     return items if items and are_messages else value
-
-
-def _history(turns: Any) -> list[dict[str, Any]]:
-    """Return the messages of Alpaca's ``history``: pairs of a question and an answer."""
-    messages = []
-    if not isinstance(turns, list):
-        turns = [turns]
-    for turn in turns:
-        if not isinstance(turn, list) or [*map(type, turn)] != [str, str]:
-            raise JllamaError("history is not a list of pairs of texts, a question and an answer")
-        for role, content in zip(("user", "assistant"), turn, strict=True):
-            messages.append({"role": role, "content": content})
-    return messages
 
 
 def refuse_lost_fields(fields: dict[str, Any], names: Iterable[str], rendered: Any) -> None:

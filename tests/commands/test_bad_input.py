@@ -368,7 +368,7 @@ def test_a_run_dir_that_is_a_file(place, fails):
             "the prompt's 1 tokens and 32 new ones exceed the model's context of 32",
         ),
         ("--prompt " + "x" * 40, 2, "exceed the model's context of 32"),
-        ("--prompt abc --max_new_tokens 29 --compare", 2, "lower max_new_tokens to at most 28"),
+        ("--prompt abc --max_new_tokens 29", 2, "lower max_new_tokens to at most 28"),
         ("--step 7", 1, "has no checkpoint of step 7; it has 15, 20"),
         ("--step -1", 2, "step is -1"),
         ("--temp 1", 2, "there is no option temp; did you mean temperature?"),
@@ -435,11 +435,6 @@ def test_a_run_dir_that_is_a_file(place, fails):
             "--prompts_file x.jsonl --output y.jsonl --json",
             2,
             "json has no meaning with prompts_file: leave it out",
-        ),
-        (
-            "--compare --json",
-            2,
-            "compare prints a table of its own: leave out n, logprobs, json and echo",
         ),
     ],
 )

@@ -23,7 +23,7 @@ from jllama.commands.chat import ChatOptions
 from jllama.commands.cli import parse
 from jllama.commands.doctor import DoctorOptions
 from jllama.commands.eval import EvalOptions
-from jllama.commands.sample import COMPARED, SampleOptions
+from jllama.commands.sample import SampleOptions
 from jllama.commands.verify import VerifyOptions
 from jllama.config import LlamaConfig
 from jllama.generation.generate import generate
@@ -107,7 +107,6 @@ def test_every_option_changes_something(sample):
         ("--echo", "false"),
         ("--logprobs",),
         ("--json",),
-        ("--compare",),
         ("-n", 2),
     ]:
         assert sample(*plain, *change) != text, change
@@ -448,23 +447,6 @@ def test_bad_lines_are_reported_and_the_rest_goes_on(complete_file, tmp_path):
         assert problem in results[number - 2]["error"]
     assert [result["id"] for result in results[-5:]] == [7, 8, 9, 10, 11]
     assert results[-2] == {"id": 10, "line": 6 + len(bad) - 2, "error": results[-2]["error"]}
-
-
-def test_compare_shows_all_seven_settings(sample):
-    table = sample("--prompt", "the ", "--max_new_tokens", 12, "--compare")
-    assert len(COMPARED) == 7
-    for name in COMPARED:
-        assert f"│ {name} " in table
-    assert table.count("the ") >= 7
-    assert sample("--prompt", "the ", "--max_new_tokens", 12, "--compare", "--seed", 2) != table
-
-
-def test_compare_in_a_narrow_terminal_keeps_the_texts(sample, monkeypatch):
-    plain = ("--prompt", "the ", "--max_new_tokens", 2, "--temperature", 0)
-    monkeypatch.setenv("COLUMNS", "20")
-    table = sample(*plain, "--compare")
-    assert table.count("the ") == len(COMPARED)
-    assert max(map(len, table.splitlines())) <= 20
 
 
 def test_doctor(small_run, capsys):

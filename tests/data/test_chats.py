@@ -646,14 +646,6 @@ def test_pairs_have_their_question(name, tmp_path):
     assert tokens_of(pair, tmp_path) == expected
 
 
-def test_history_is_context(tmp_path):
-    record = {"instruction": "Where?", "output": "In Rome.", "history": [["Hi", "Hello"]]}
-    ((ids, counted),) = tokens_of(record, tmp_path)
-    ((expected, _),) = tokens_of({"messages": [*EARLIER, QUESTION, ANSWER]}, tmp_path)
-    assert ids == expected
-    assert counted == [*TOKENIZER.encode("In Rome."), END]
-
-
 def test_an_answer_goes_on_after_an_answer(tmp_path):
     (expected,) = tokens_of({"prompt": EARLIER, "completion": [QUESTION, ANSWER]}, tmp_path)
     assert expected[0] == tokens_of({"messages": [*EARLIER, QUESTION, ANSWER]}, tmp_path)[0][0]
@@ -670,7 +662,7 @@ def test_an_answer_goes_on_after_an_answer(tmp_path):
         ({"prompt": "", "completion": "In Rome."}, "nothing asks for completion: it needs a prom"),
         ({"prompt": None, "chosen": "\n\nHuman: a", "rejected": "b"}, "nothing asks for rejected"),
         ({"system": "x", "chosen": "a", "rejected": "b"}, "nothing asks for rejected"),
-        ({"instruction": "q", "output": "a", "history": ["Hi"]}, "history is not a list of pairs"),
+        ({"instruction": "q", "output": "a", "history": [["Hi", "x"]]}, "history is not read here"),
         ({"input": "x", "prompt": "q", "completion": "a"}, "input is not read here"),
     ],
 )
