@@ -7,7 +7,6 @@ deleted.
 
 import contextlib
 import math
-import operator
 import os
 import re
 import shutil
@@ -79,7 +78,11 @@ class RunCheckpoints:
             "meta": ocp.JsonCheckpointHandler(),
         }
         latest = checkpoint_managers.LatestN(keep_last)
-        loss = operator.itemgetter("validation_loss")
+
+        def loss(metrics: Json) -> float:
+            """Return a checkpoint's loss; that of later data is always lower than of earlier."""
+            return metrics["validation_loss"] - 1000.0 * metrics.get("data_since", 0)
+
         best = checkpoint_managers.BestN(
             get_metric_fn=loss, reverse=True, n=1, keep_checkpoints_without_metrics=False
         )
@@ -125,7 +128,9 @@ class RunCheckpoints:
         items = {"params": ocp.args.PyTreeSave(params, chunks), "meta": ocp.args.JsonSave(meta)}
         if state is not None:
             items["state"] = ocp.args.PyTreeSave(state)
-        metrics = None if validation_loss is None else {"validation_loss": validation_loss}
+        metrics = {"validation_loss": validation_loss, "data_since": meta.get("data_since", 0)}
+        if validation_loss is None:
+            metrics = None
         try:
             self._manager.save(step, args=ocp.args.Composite(**items), metrics=metrics, force=True)
         except Exception as error:

@@ -61,17 +61,32 @@ def _other_arrays(state: TrainState, key: Any, trained: Params | None) -> dict[s
 
 
 def check_origin(
-    meta: Json, corpus: str, origin_meta: Json, checkpoints: RunCheckpoints, step: int
-) -> None:
-    """Raise ``JllamaError`` if a checkpoint was trained on other data or from another model."""
+    meta: Json,
+    corpus: str,
+    origin_meta: Json,
+    checkpoints: RunCheckpoints,
+    step: int,
+    *,
+    may_change: bool,
+) -> bool:
+    """Return whether a checkpoint was trained on these data.
+
+    Raises ``JllamaError`` if it was not and ``may_change`` is False, or if the run began from
+    another model.
+    """
     folder = checkpoints.folder
     problem = ""
     identity = meta.get("identity", {})  # version 0.1.0 wrote one
-    if corpus not in (meta.get("corpus"), *identity.values()):
-        problem = f"the corpus or its tokenizer has changed since {folder / str(step)} was saved"
+    has_changed = corpus not in (meta.get("corpus"), *identity.values())
+    if has_changed and not may_change:
+        problem = (
+            f"the corpus or its tokenizer has changed since {folder / str(step)} was saved; go on "
+            "with other texts, chats or prompts by resume_with_changes"
+        )
     elif any(meta.get(name, value) != value for name, value in origin_meta.items()):
         problem = f"init_from is not the model that the run {folder.parent} began from"
     if problem:
         raise JllamaError(
             f"{problem}; restore what it was, or start a new run with another run_dir"
         )
+    return not has_changed

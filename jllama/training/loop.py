@@ -144,9 +144,9 @@ def pause(run: Run) -> bool:
     evaluation = None
     if is_due(run, METRICS) and not run.stop_signal:
         evaluation = evaluate_now(run)
-    has_ended = (
-        distributed.max_over_processes(is_out_of_patience(tracker.folder, options.patience)) > 0
-    )
+    data_since = run.origin_meta.get("data_since", 0)
+    is_over = is_out_of_patience(tracker.folder, options.patience, data_since)
+    has_ended = distributed.max_over_processes(is_over) > 0
 
     must_save = run.stop_signal or has_ended or is_due(run, CHECKPOINTS)
     if evaluation and not options.save_every:

@@ -151,8 +151,12 @@ def open_run(
     done = {}
     if resumes:
         state, meta = restore_state(checkpoints, training, step, state and state.base)
-        check_origin(meta, data.fingerprint, origin_meta, checkpoints, step)
-        batches.set_state(meta["batches"])
+        # The answers of pairs were read by the model before training.
+        may_change = config.resume_with_changes and getattr(data, "rows_per_example", 1) == 1
+        is_same = check_origin(
+            meta, data.fingerprint, origin_meta, checkpoints, step, may_change=may_change
+        )
+        origin_meta["data_since"] = set_position(batches, meta, step, console, is_same=is_same)
         tracker.start_s -= meta["seconds"]
         done = last_records(folder, step)
     assert state is not None
@@ -195,6 +199,19 @@ def describe_origin(
     if config.has_reference and initial and not config.lora.dora:
         meta["reference_fingerprint"] = sha256(describe_weights(initial.params))
     return meta
+
+
+def set_position(batches: Any, meta: Json, step: int, console: Console, *, is_same: bool) -> int:
+    """Go on in a checkpoint's data, or begin others; return the step after which they began."""
+    if is_same:
+        batches.set_state(meta["batches"])
+        return meta.get("data_since", 0)
+    console.print(
+        "the data have changed: they are read from their beginning, and the best checkpoint is the "
+        f"best of those after step {step:,}",
+        style="yellow",
+    )
+    return step
 
 
 def last_records(folder: Path, step: int) -> dict[str, int]:

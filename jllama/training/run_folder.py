@@ -99,11 +99,15 @@ def write_config(folder: Path, config: TrainConfig, step: int) -> None:
         atomic_write_text(path, "".join(lines))
 
 
-def is_out_of_patience(folder: Path, patience: int) -> bool:
-    """Return whether the lowest validation loss is ``patience`` evaluations old; 0 is never."""
+def is_out_of_patience(folder: Path, patience: int, data_since: int = 0) -> bool:
+    """Return whether the lowest validation loss is ``patience`` evaluations old; 0 is never.
+
+    Those up to step ``data_since`` were of other data.
+    """
     if not patience:
         return False
-    losses = [line["validation_loss"] for line in read_lines(folder / METRICS, "validation_loss")]
+    lines = read_lines(folder / METRICS, "validation_loss")
+    losses = [line["validation_loss"] for line in lines if line["step"] > data_since]
     return bool(losses) and len(losses) - losses.index(min(losses)) > patience
 
 

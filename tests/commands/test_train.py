@@ -499,8 +499,35 @@ def test_another_corpus_is_refused(workshop, copied, capsys, tmp_path):
     )
     noted, message = capsys.readouterr().err.splitlines()
     assert noted == f"data.path was {workshop.data['path']} and is {other}"
-    assert "was saved; restore what it was, or start a new run" in message
+    assert "was saved; go on with other texts, chats or prompts by resume_with_changes" in message
     assert everything(copied) == before
+
+
+def test_a_run_goes_on_with_other_data_when_asked(workshop, copied, capsys, read_run, tmp_path):
+    """Steps, moments and schedule go on, the data begin; the best checkpoint is of the new data."""
+    other = tmp_path / "other.txt"
+    # So that validation losses are higher.
+    other.write_text((workshop.folder / "corpus.txt").read_text().upper())
+    more = ("--training.steps=24", "--data.path", other, "--training.eval_every=2")
+    change = ("--resume", copied, *more, "--resume_with_changes")
+    assert cli.run("train", options(workshop, copied, *change)) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "the data have changed: they are read from their beginning" in said
+    lines = read_run.lines(copied)
+    steps = [line["step"] for line in lines if "loss" in line]
+    assert steps == [*range(1, 25)]
+    rates = {line["step"]: line["learning_rate"] for line in lines if "loss" in line}
+    assert rates[24] < rates[21] < rates[15]
+    losses = {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
+    assert losses[24] > losses[20]
+    assert load(copied).step in (22, 24)
+    assert lines[-1]["best_step"] in (22, 24)
+    # Stopped and continued, the new data are those of the run.
+    assert cli.run("train", ["--resume", str(copied), "--training.steps=26"]) == 1
+    again = ["--resume", str(copied), "--training.steps=26", "--resume_with_changes"]
+    assert cli.run("train", again) == 0
+    assert "the data have changed" not in capsys.readouterr().err
+    assert load(copied).step in (22, 24, 26)
 
 
 def test_a_change_of_the_schedule_is_said_and_asked_for(workshop, copied, capsys, read_run):
