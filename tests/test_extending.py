@@ -466,8 +466,9 @@ def test_code_that_only_a_folder_names_is_not_run(tmp_path, capsys, monkeypatch)
     error = "error: --import evil.py: ZeroDivisionError: division by zero (evil.py, line 2)\n"
     assert capsys.readouterr().err == error
     assert cli.run("sample", ["theirs", "--import=none.py"]) == 2
-    error = "error: --import none.py: there is no such Python file\n"
-    assert capsys.readouterr().err == error
+    assert "error: --import none.py: FileNotFoundError: " in capsys.readouterr().err
+    assert cli.run("sample", ["theirs", "--import=plain.yaml"]) == 2
+    assert "--import plain.yaml: give a Python file" in capsys.readouterr().err
 
 
 def test_rows_of_parameters(additions):

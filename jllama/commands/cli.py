@@ -170,8 +170,8 @@ def _import_files(paths: Iterable[str]) -> None:
     for path in paths:
         from jllama.rewards.worker import describe_error, import_file
 
-        if not (path.endswith(".py") and Path(path).is_file()):
-            raise UsageError(f"--import {path}: there is no such Python file")
+        if not path.endswith(".py"):
+            raise UsageError(f"--import {path}: give a Python file, which ends in .py")
         try:
             import_file(path)
         except Exception as error:

@@ -85,7 +85,9 @@ def main(argv: list[str], prog: str) -> int:
         command = f"{prog.removesuffix('convert')}verify {shlex.quote(str(target))}"
         print(f"check it: {command}", file=sys.stderr)
     elif to == "peft":
-        base = checkpoint.adapter.base
-        note = f"its base is {base}: PEFT loads folders of Hugging Face and hub ids, so convert "
-        print(f"{note}another base to hf and give that one to PEFT", file=sys.stderr)
+        print(
+            f"its base is {checkpoint.adapter.base}: PEFT loads folders of Hugging Face and hub "
+            "ids, so convert another base to hf and give that one to PEFT",
+            file=sys.stderr,
+        )
     return 0

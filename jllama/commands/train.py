@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from jllama.commands.cli import parse
+from jllama.errors import UsageError
 from jllama.stop import Stopped
 from jllama.training.config import TrainConfig
 
@@ -22,6 +23,12 @@ _ADAPTERS = ["--training.batch_size=4", "--optimizer.learning_rate=2e-4"]
 def main(argv: list[str], prog: str) -> int:
     """Train, and return 0; a stopped run returns 130 (Ctrl-C) or 143 (SIGTERM), as shells do."""
     config = read_options(argv, prog)
+    for spec in config.rewards:
+        if ".py:" in spec and spec not in read_options(argv, prog, "--reward=").rewards:
+            raise UsageError(
+                f"{config.run_dir} names Python code as its reward, {spec}: to run it, name it "
+                "yourself, by --reward"
+            )
     # Imported here, so that a mistake in the options is reported without waiting for JAX.
     from jllama.training.loop import train
 
@@ -34,13 +41,14 @@ def main(argv: list[str], prog: str) -> int:
     return 0
 
 
-def read_options(argv: list[str], prog: str) -> TrainConfig:
+def read_options(argv: list[str], prog: str, *changes: str) -> TrainConfig:
     """Return the options as a configuration.
 
     Two sets of defaults come before the files and flags in ``argv``, which override them: with
     ``--resume FOLDER`` the run's own ``config.yaml``, and with ``init_from`` a batch size and
     learning rate for a trained model. The ``model`` and ``data.tokenizer`` of a file are dropped
-    in favor of those of ``init_from``; if they are flags, ``train`` checks them.
+    in favor of those of ``init_from``; if they are flags, ``train`` checks them. ``changes`` come
+    after a run's ``config.yaml``, and before ``argv``.
     """
     scan = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     scan.add_argument("--resume", nargs="?")
@@ -52,7 +60,7 @@ def read_options(argv: list[str], prog: str) -> TrainConfig:
             # Code that only a run's folder names is not run.
             options = ["--config", str(file), "--imports", "[]", "--training.epochs", "0"]
             options += ["--run_dir", resume]
-            argv = [*options, *argv]
+            argv = [*options, *changes, *argv]
     config = parse(TrainConfig, argv, prog, ("config",), _COMMON)
     if not config.init_from:
         return config

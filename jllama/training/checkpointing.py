@@ -77,8 +77,8 @@ def check_origin(
     folder = checkpoints.folder
     problem = ""
     identity = meta.get("identity", {})  # version 0.1.0 wrote one
-    has_changed = corpus not in (meta.get("corpus"), *identity.values())
-    if has_changed and not may_change:
+    is_same = corpus in (meta.get("corpus"), *identity.values())
+    if not (is_same or may_change):
         problem = (
             f"the corpus or its tokenizer has changed since {folder / str(step)} was saved; go on "
             "with other texts, chats or prompts by resume_with_changes"
@@ -89,4 +89,4 @@ def check_origin(
         raise JllamaError(
             f"{problem}; restore what it was, or start a new run with another run_dir"
         )
-    return not has_changed
+    return is_same

@@ -349,7 +349,7 @@ class TrainConfig:
         if self.training.grpo.exact:
             check_fields(self.mesh, "mesh.", "tensor", lambda ways: ways == 1, "1 in exact mode")
             expected = "left out in exact mode"
-            check_fields(self.model, "model.", "block", lambda name: not name, expected)
+            check_fields(self.model, "model.", "block", operator.not_, expected)
         size = self.training.grpo.group_size
         check(
             "batch_size",

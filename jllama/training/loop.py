@@ -87,7 +87,9 @@ def train(
             if isinstance(run.batches, Rollouts):
                 run.batches.scorer.close()
         if final is None:
-            go_on = shell_command("train", "--resume", tracker.folder)
+            reward = run.config.reward
+            words = ["--reward", reward] if reward else []
+            go_on = shell_command("train", "--resume", tracker.folder, *words)
             raise Stopped(
                 f"stopped at step {run.step:,} of {num_steps:,}; saved. Go on: {go_on}",
                 run.stop_signal,

@@ -132,6 +132,34 @@ def steps_of(run):
     return figures, rewarded.lines(run, "text", "samples.jsonl") if records else []
 
 
+def test_a_file_that_only_a_run_names_is_not_run(folder, tmp_path, capsys):
+    """A reward of somebody else's run is run when one's own command line names it."""
+    code = tmp_path / "theirs.py"
+    code.write_text(
+        f"open({str(tmp_path / 'was_run')!r}, 'w')\n"
+        "def score(prompt, answers, row):\n    return [float(len(answer)) for answer in answers]\n"
+    )
+    spec = f"{code}:score"
+    run = tmp_path / "run"
+    usual = arguments(folder, run_dir=run, reward=spec, **{"training.steps": 2})
+    assert cli.run("train", usual) == 0
+    (tmp_path / "was_run").unlink()
+    more = ["--resume", str(run), "--training.steps=4", "--resume_with_changes"]
+    capsys.readouterr()
+    assert cli.run("train", more) == 2
+    error = capsys.readouterr().err
+    assert error == (
+        f"error: {run} names Python code as its reward, {spec}: to run it, name it yourself, by "
+        "--reward\n"
+    )
+    assert not (tmp_path / "was_run").exists()
+    assert cli.run("train", [*more, "--reward", "length:3"]) == 0
+    assert not (tmp_path / "was_run").exists()
+    more[-2] = "--training.steps=6"
+    assert cli.run("train", [*more, "--reward", spec]) == 0
+    assert (tmp_path / "was_run").exists()
+
+
 @pytest.mark.slow
 def test_a_killed_run_resumes_with_the_same_answers_and_weights(folder, read_run):
     """Killed between two checkpoints, and in the middle of answers."""
