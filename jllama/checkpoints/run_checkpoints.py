@@ -6,6 +6,7 @@ deleted.
 """
 
 import contextlib
+import logging
 import math
 import os
 import re
@@ -35,6 +36,10 @@ from jllama.files import Json, read_json_object, refuse_special_files
 from jllama.model import abstract_params
 from jllama.parameters import Params, TensorSpec, as_matrix, parameter_table, tensor_specs
 
+# Nothing is wrong with a folder that is only read.
+logging.getLogger("absl").addFilter(
+    lambda record: "Given directory is read only" not in f"{record.msg}"
+)
 _CHUNK_BYTES = 64 << 20  # a chunk is always read whole
 _CHUNKED = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES)
 _BY_LAYER = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=(0,))

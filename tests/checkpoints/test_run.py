@@ -92,6 +92,11 @@ def test_a_name_is_no_url(tmp_path, name):
     assert_same_bits(load_params(Checkpoint(CONFIG, tensors)), contents(2)[0])
 
 
+def test_reading_warns_of_nothing(finished, caplog):
+    RunCheckpoints(finished, read_only=True)
+    assert not caplog.records
+
+
 def test_a_backslash_in_a_name_is_refused(tmp_path):
     with pytest.raises(JllamaError, match="has a backslash in its name"):
         RunCheckpoints(tmp_path / "x\\y")
