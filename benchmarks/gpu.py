@@ -136,7 +136,7 @@ def attention(case: Row) -> Row:
     rows = {}
     for name, implementation in ATTENTION.items():
         runs_here = implementation.platform in ("", jax.devices()[0].platform)
-        if name in ("reference", "xla") or not implementation.backward or not runs_here:
+        if name == "reference" or not implementation.backward or not runs_here:
             continue
         try:
             function = both_passes(name, segments)

@@ -51,7 +51,7 @@ def drawn(rng):
         seq_len=16,
         steps=STEPS,
         accumulation=int(rng.choice([1, 2])),
-        attention=str(rng.choice(["reference", "blocked", "xla"])),
+        attention=str(rng.choice(["reference", "blocked"])),
         remat=str(rng.choice(["none", "dots", "block"])),
     )
     return TrainConfig(

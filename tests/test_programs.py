@@ -101,7 +101,7 @@ def test_what_can_be_damaged_is_compiled_again(folder, loaded, monkeypatch):
         (
             F.ATTENTION,
             "reference",
-            F.AttentionImplementation(lambda *a: F.ATTENTION["xla"].function(*a)),
+            F.AttentionImplementation(lambda *a: F.ATTENTION["blocked"].function(*a)),
         ),
         (BLOCKS, "mine", type("Mine", (Layer,), {"__module__": "mine"})),
     ],

@@ -183,15 +183,6 @@ def reference_attention(query: Array, key: Array, value: Array, mask: Mask) -> A
     return grouped_query_attention(query, key, value, mask.dense(query.shape[2], key.shape[2]))
 
 
-def xla_attention(query: Array, key: Array, value: Array, mask: Mask) -> Array:
-    """Call ``jax.nn.dot_product_attention``; a query that sees no key gives zeros."""
-    dense = mask.dense(query.shape[2], key.shape[2])
-    heads_last = (array.swapaxes(1, 2) for array in (query, key, value))
-    out = jax.nn.dot_product_attention(*heads_last, mask=dense[:, None], implementation="xla")
-    sees_any = dense.any(axis=-1)[:, None, :, None]
-    return jnp.where(sees_any, out.swapaxes(1, 2), 0)
-
-
 # Online softmax: over some keys at a time
 
 

@@ -20,7 +20,6 @@ from jllama.functional.attention import (
     cached_attention,
     reference_attention,
     split_attention,
-    xla_attention,
 )
 from jllama.functional.shapes import checked
 
@@ -34,15 +33,10 @@ class AttentionImplementation(NamedTuple):
     backward: bool = True  # whether it can be differentiated
 
 
-def _xla_refuses(query: Array, key: Array, mask: Mask) -> str | None:
-    return "float64" if query.dtype == jnp.float64 else None
-
-
 ATTENTION = {
     "reference": AttentionImplementation(reference_attention),
     "blocked": AttentionImplementation(blocked_attention),
     "cached": AttentionImplementation(cached_attention, backward=False),
-    "xla": AttentionImplementation(xla_attention, _xla_refuses),
     "split": AttentionImplementation(split_attention, backward=False),
     "splash": AttentionImplementation(kernels.splash, kernels.splash_refuses, "tpu"),
     "cudnn": AttentionImplementation(kernels.cudnn, kernels.cudnn_refuses, "gpu"),
