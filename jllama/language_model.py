@@ -34,6 +34,7 @@ class LanguageModel:
         stop_ids: tokens that end a text; the tokenizer's EOS if the files name none.
         step: for a training run, the step of the parameters.
         source: the name of the file or folder that it was loaded from.
+        stored: the dtype of the matrices in the files, such as ``bfloat16``, or GGML's type.
 
     Examples:
         >>> model = jllama.load("smollm2/")
@@ -48,6 +49,7 @@ class LanguageModel:
     stop_ids: tuple[int, ...] = ()
     step: int | None = None
     source: str = ""
+    stored: str = "float32"
 
     def __repr__(self) -> str:
         """Return one line without the weights."""

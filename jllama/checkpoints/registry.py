@@ -186,6 +186,7 @@ def load(
         else:
             params = tensors.load_decode_params(checkpoint, dtype, mesh, on_progress, quantize)
     tokenizer = checkpoint.tokenizer
+    matrix = checkpoint.tensors["layers/0/w_down"]
     return LanguageModel(
         checkpoint.config,
         params,
@@ -194,6 +195,7 @@ def load(
         checkpoint.stop_ids or ((tokenizer.eos_id,) if tokenizer else ()),
         checkpoint.step,
         Path(path).name or source.resolve().name,
+        getattr(matrix, "quantized", "") or matrix.dtype.name,
     )
 
 

@@ -42,9 +42,10 @@ class VerifyOptions:
         against: hold another program that runs the checkpoint against the reference: the address of
             a server with OpenAI's API (llama.cpp, vLLM, SGLang, jllama), or transformers or
             llama.cpp in this process.
-        precision: how the other program rounds; auto accepts whatever leaves the weights as they
-            are. One of float32, float16-cache, float16, bfloat16, int8-products (llama.cpp's
-            with quantized weights), int8, Q8_0, Q5_1, Q5_0, Q4_1, Q4_0.
+        precision: how the other program rounds; auto accepts float32, the dtype of the checkpoint,
+            and of a quantized one 8-bit products. One of float32, float16-cache, float16,
+            bfloat16, int8-products (llama.cpp's with quantized weights), int8, Q8_0, Q5_1, Q5_0,
+            Q4_1, Q4_0.
         max_tokens: the longest prompt for the other program; prompts of 2,048, 8,192, 32,768 and
             100,000 tokens show mistakes at far positions.
         served_name: the name of the model on the server; the first if it is left out.

@@ -127,8 +127,8 @@ def judge(
     Args:
         evidence: what it answered.
         model: the checkpoint in float32, in the training layout.
-        precision: a name of ``PRECISIONS``, or ``auto`` for one that leaves the weights as they
-            are.
+        precision: a name of ``PRECISIONS``, or ``auto`` for float32, the dtype of the checkpoint or
+            of the logits, or, of a quantized checkpoint, products of 8-bit activations.
         on_progress: called with the name of each stage.
     """
     params = jax.tree.map(np.asarray, model.params)
@@ -143,7 +143,13 @@ def judge(
 
     # 2) What rounding allows: by the precision that fits best, of those that allow the most.
     fits: list[tuple[int, float, str, Errors]] = []
-    names = WITHOUT_QUANTIZATION if precision == "auto" else (precision,)
+    names = [precision]
+    if precision == "auto":
+        # What neither the checkpoint nor the program declares is no excuse.
+        declared = {*_EXACT, model.stored, *(one.dtype for one in observed)}
+        if model.stored not in WITHOUT_QUANTIZATION:
+            declared.add("int8-products")
+        names = [name for name in WITHOUT_QUANTIZATION if name in declared]
     for name in names:
         on_progress(description=f"rounding as {name}")
         rounding = PRECISIONS[name]
@@ -179,9 +185,12 @@ def judge(
     if passed:
         about = PRECISIONS[name].about
         verdict = f"PASS: {evidence.peer} computes this checkpoint as {about} does ({size})"
+        if name != names[0]:
+            verdict += f"; as {names[0]} it would fail"
     else:
         verdict = f"FAIL: {evidence.peer} differs by {size}{_places(over)}"
         verdict += _explanation(named, len(mistakes))
+        verdict += f"; it was held against {' and '.join(names)}: --precision takes another"
     return Judgment(
         peer=evidence.peer,
         method=evidence.method,

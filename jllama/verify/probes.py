@@ -98,7 +98,9 @@ def _row(kind: str, ids: Sequence[int] | np.ndarray, first_place: int) -> Row:
 
 def observe_function(function: Callable[[np.ndarray], Any], row: Row, num_likely: int) -> Observed:
     """Return the largest log-probabilities in each place, by a function of tokens to logits."""
-    logits = np.asarray(detached(function(np.asarray(row.ids, np.int32))), np.float64)
+    result = function(np.asarray(row.ids, np.int32))
+    dtype = str(getattr(result, "dtype", "")).removeprefix("torch.")
+    logits = np.asarray(detached(result), np.float64)
     if logits.ndim == 3:
         logits = logits[0]
     if logits.ndim != 2 or len(logits) != len(row.ids):
@@ -108,7 +110,7 @@ def observe_function(function: Callable[[np.ndarray], Any], row: Row, num_likely
         )
     probs = oracle.softmax(logits[list(row.places)])
     ids = np.argsort(-probs, axis=1)[:, :num_likely]
-    return Observed(row, ids, np.log(np.take_along_axis(probs, ids, axis=1) + TINY))
+    return Observed(row, ids, np.log(np.take_along_axis(probs, ids, axis=1) + TINY), dtype)
 
 
 def observe_decoding(server: Server, text: Row) -> list[Observed]:

@@ -52,11 +52,13 @@ class Observed(NamedTuple):
         row: the row; its ``places`` are those that were observed.
         ids: tokens in each place, the likeliest and perhaps the actual one; -1 pads.
         log_probs: their log-probabilities. NaN if the peer says only that it prefers this token.
+        dtype: of the logits that they are from, if it is known.
     """
 
     row: Row
     ids: Int[np.ndarray, "places tokens"]
     log_probs: Float[np.ndarray, "places tokens"]
+    dtype: str = ""
 
 
 class Packed(NamedTuple):

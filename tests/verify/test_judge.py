@@ -3,6 +3,8 @@
 import functools
 import re
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -19,9 +21,11 @@ from peer_server import (
 )
 
 import jllama
+from jllama import oracle
 from jllama.errors import JllamaError, UsageError
 from jllama.templates.messages import TEMPLATES
 from jllama.verify import probes
+from jllama.verify.checks import random_params
 from jllama.verify.conformance import VARIANTS, small, weights
 from jllama.verify.judge import Evidence, judge
 from jllama.verify.judge_report import judgment_lines
@@ -150,9 +154,12 @@ def test_a_head_that_is_taken_for_the_embedding_is_named(untied):
 @pytest.mark.slow
 def test_a_server_in_bfloat16_passes_as_such_and_its_mistake_is_named_nevertheless(tied):
     model = open_model(tied).bfloat16()
-    found = judged(Program(model), tied)
+    found = judged(Program(model), tied, precision="bfloat16")
     assert found.passed, found
-    assert found.precision in ("bfloat16", "int8-products")  # of the same size
+    # Neither the checkpoint, which is in float32, nor the server says that it is in bfloat16.
+    found = judged(Program(model), tied)
+    assert not found
+    assert "; it was held against float32 and float16-cache: --precision" in found.verdict
     wrong = with_rope(tied, rope_theta=1e4).bfloat16()
     found = judged(Program(wrong), tied, precision="bfloat16")
     assert "with rope_theta 10,000 for 500,000" in found.verdict
@@ -316,6 +323,64 @@ def test_a_function_is_checked(tied):
         jllama.check_model(lambda tokens: np.zeros(3), tied)
     with pytest.raises(UsageError, match="there is no precision bfloat17; did you mean bfloat16"):
         jllama.check_model(logits, tied, "bfloat17")
+
+
+EXACT = jllama.LlamaConfig(
+    vocab_size=259, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=64,
+    max_seq_len=512, tie_embeddings=True,
+)  # fmt: skip
+
+
+def with_penalty(logits, tokens):
+    """Multiply the log-probabilities of the tokens so far by 1.1."""
+    found = np.log(oracle.softmax(logits))
+    for place in range(len(tokens)):
+        found[place, np.unique(tokens[: place + 1])] *= 1.1
+    return found
+
+
+SILENT = {
+    "penalty": with_penalty,
+    "soft cap": lambda logits, _: 30 * np.tanh(logits / 30),
+    "temperature": lambda logits, _: logits / 1.01,
+}
+"""Mistakes as large as what float16, bfloat16 or 8-bit products allow."""
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def exact(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param) / "hf"
+    params = random_params(EXACT, 0, embed_std=0.3)
+    model = jllama.LanguageModel(EXACT, params, TOKENIZER, None, (TOKENIZER.eos_id,))
+    jllama.save(model, folder, "hf", dtype=request.param)
+    return folder, open_exact(folder).params
+
+
+@pytest.mark.parametrize("exact", ["float32"], indirect=True)
+@pytest.mark.parametrize("name", SILENT)
+def test_a_precision_that_nobody_declares_excuses_no_mistake(exact, name):
+    folder, params = exact
+
+    def program(tokens):
+        return SILENT[name](oracle.forward(params, tokens[None], EXACT)[0], tokens)
+
+    found = jllama.check_model(program, folder)
+    assert not found, found
+
+
+def test_a_precision_is_an_excuse_if_it_is_declared(exact):
+    folder, params = exact
+    rounded = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), params)
+    llama = jllama.build_model(EXACT, rounded)
+    found = jllama.check_model(lambda tokens: llama(tokens[None]), folder)  # float32 logits
+    if folder.parent.name.startswith("bfloat16"):
+        assert found
+        assert found.verdict.endswith("; as float32 it would fail")
+    else:
+        assert not found
+        assert "held against float32 and float16-cache" in found.verdict
+    found = jllama.check_model(lambda tokens: llama(tokens[None]).astype(jnp.bfloat16), folder)
+    assert found, found
 
 
 @pytest.mark.parametrize("name", VARIANTS)
