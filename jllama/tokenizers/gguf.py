@@ -43,7 +43,7 @@ def from_gguf(
     # 1. Read the fields that both models have.
     model = value("model", str)
     tokens = value("tokens", list)
-    pre = value("pre", str, "default")
+    pre = value("pre", str, "")
     kinds = value("token_type", list, [TokenType.NORMAL] * len(tokens))
     eos_id = value("eos_token_id", int, 2)
     bos_id = value("bos_token_id", int, 1 if model == "llama" else eos_id)
@@ -88,7 +88,7 @@ def from_gguf(
         return kind.from_vocabulary(vocabulary, source)
     check(
         model == "gpt2" and pre in _PRE,
-        f"a tokenizer of model {model!r} and pre {pre!r}; "
+        f"a tokenizer of model {model!r} and {_PREFIX}pre {pre!r}, which says how text is split; "
         f"jllama knows llama, and gpt2 with {', '.join(_PRE)}",
     )
     merges = [tuple(str(merge).split(" ")) for merge in value("merges", list)]

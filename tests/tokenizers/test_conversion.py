@@ -355,6 +355,7 @@ def test_ranks_that_are_none(tmp_path, change, message):
     ("change", "message"),
     [
         ({"tokenizer.ggml.pre": "falcon"}, "'falcon'"),
+        ({"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre '', which says how text is split"),
         ({"tokenizer.ggml.model": "bert"}, "'bert'"),
         ({"tokenizer.ggml.model": 3}, "a wrong type of tokenizer.ggml.model"),
         ({"tokenizer.ggml.tokens": None}, "no tokenizer.ggml.tokens"),
