@@ -258,7 +258,7 @@ def test_what_cannot_be_served_is_an_error_that_names_the_implementation(monkeyp
     arrays = single(draw(0, (2, 2, 3, 3, 8)))
     with pytest.raises(
         ValueError,
-        match="no attention implementation 'flash'; there are reference, blocked, cached, xla",
+        match="no attention implementation 'flash'; there are reference, blocked, cached, split",
     ):
         attention(*arrays, implementation="flash")
     no_documents = AttentionImplementation(

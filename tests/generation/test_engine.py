@@ -357,6 +357,7 @@ class Ids:
     """All that is asked of a tokenizer about ids."""
 
     vocab_size, eos_id = CONFIG.vocab_size, 0
+    special_tokens = {}  # noqa: RUF012
 
 
 def request(**changed):

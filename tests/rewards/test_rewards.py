@@ -329,7 +329,8 @@ def test_what_a_reward_started_ends_with_its_limit(scorer_of, tmp_path, monkeypa
 def test_rewards_end_with_their_parent(tmp_path, number):
     """Although they hang, and long before their limit."""
     (tmp_path / "mine.py").write_text(HANGS)
-    program = "from jllama.rewards import Scorer\n"
+    program = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # nohup ignores it
+    program += "from jllama.rewards import Scorer\n"
     program += "Scorer({'mine.py:score': 1.0}).score(['?'], [['a']], [{}], ['line 1'])"
     parent = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, stderr=subprocess.PIPE)
     deadline_s = time.monotonic() + 60
