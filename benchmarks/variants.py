@@ -19,9 +19,6 @@ import dataclasses
 import itertools
 import json
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -185,16 +182,25 @@ def facts(comparison: Comparison, model: jllama.LlamaConfig, data: Any) -> dict[
     return {**sizes, "step_state_bytes": state_bytes, "step_temporary_bytes": temporary_bytes}
 
 
+SAMPLED = {
+    "greedy": jllama.SamplingParams(0.0),
+    "random, T=1": jllama.SamplingParams(1.0, top_k=0, top_p=1.0, seed=1),
+    "random, T=0.7": jllama.SamplingParams(0.7, top_k=0, top_p=1.0, seed=1),
+    "top-k 40, T=1": jllama.SamplingParams(1.0, top_k=40, top_p=1.0, seed=1),
+    "top-k 40, T=0.7": jllama.SamplingParams(0.7, top_k=40, top_p=1.0, seed=1),
+    "top-p 0.9, T=1": jllama.SamplingParams(1.0, top_k=0, top_p=0.9, seed=1),
+    "top-p 0.9, T=0.7": jllama.SamplingParams(0.7, top_k=0, top_p=0.9, seed=1),
+}
+
+
 def samples(model: jllama.LlamaConfig, params: Any, data: Any, prompt: str) -> str:
-    """Return the table of seven sampling settings that ``sample.py --compare`` prints."""
-    with tempfile.TemporaryDirectory() as folder:
-        model = dataclasses.replace(model, vocab_size=data.tokenizer.vocab_size)
-        jllama.save(jllama.LanguageModel(model, params, data.tokenizer), f"{folder}/model", "hf")
-        options = ["--prompt", prompt, "--compare", "--max_new_tokens", "40", "--seed", "1"]
-        command = [sys.executable, "sample.py", f"{folder}/model", *options]
-        return subprocess.run(
-            command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
-        ).stdout
+    """Return the texts by seven sampling settings, a line each."""
+    model = dataclasses.replace(model, vocab_size=data.tokenizer.vocab_size)
+    language_model = jllama.LanguageModel(model, params, data.tokenizer)
+    prompts = [jllama.Prompt(prompt, sampling, 40) for sampling in SAMPLED.values()]
+    completions = jllama.generate(language_model, prompts)
+    pairs = zip(SAMPLED, completions, strict=True)
+    return "".join(f"{name:18} {prompt + text.text!r}\n" for name, text in pairs)
 
 
 def draw(comparison: Comparison, runs: dict[str, dict[str, Any]]) -> Any:
