@@ -189,8 +189,8 @@ def judge(
             verdict += f"; as {names[0]} it would fail"
     else:
         verdict = f"FAIL: {evidence.peer} differs by {size}{_places(over)}"
+        verdict += f", held against {' and '.join(names)} (--precision takes another)"
         verdict += _explanation(named, len(mistakes))
-        verdict += f"; it was held against {' and '.join(names)}: --precision takes another"
     return Judgment(
         peer=evidence.peer,
         method=evidence.method,

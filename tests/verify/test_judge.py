@@ -159,7 +159,7 @@ def test_a_server_in_bfloat16_passes_as_such_and_its_mistake_is_named_neverthele
     # Neither the checkpoint, which is in float32, nor the server says that it is in bfloat16.
     found = judged(Program(model), tied)
     assert not found
-    assert "; it was held against float32 and float16-cache: --precision" in found.verdict
+    assert "held against float32 and float16-cache (--precision" in found.verdict
     wrong = with_rope(tied, rope_theta=1e4).bfloat16()
     found = judged(Program(wrong), tied, precision="bfloat16")
     assert "with rope_theta 10,000 for 500,000" in found.verdict
