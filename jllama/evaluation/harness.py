@@ -205,10 +205,7 @@ class JllamaLM(TemplateLM):
         return texts
 
     def _prompt(self, context: str, arguments: Json) -> Prompt:
-        """Return a context as a prompt, cut on the left to leave room for new tokens.
-
-        A stop string may be the name of a special token.
-        """
+        """Return a context as a prompt, cut on the left to leave room for new tokens."""
         stop, max_new_tokens, sampling = generation_arguments(arguments)
         room = self.max_length - max_new_tokens
         if room < 1:
@@ -218,9 +215,7 @@ class JllamaLM(TemplateLM):
                 "or take a model with a longer context"
             )
         ids = (self.tok_encode(context) or [self.prefix_token_id])[-room:]
-        special = self._tokenizer.special_tokens
         stop_ids = {*self.model.stop_ids, self.eot_token_id}
-        stop_ids |= {special[text] for text in stop if text in special}
         prompt = Prompt(ids, sampling, max_new_tokens, stop, sorted(stop_ids))
         return encode_prompt(self.model, prompt)
 

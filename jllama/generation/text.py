@@ -68,7 +68,7 @@ def encode_prompt(model: LanguageModel, prompt: Prompt) -> Prompt:
     if "" in stop:
         raise UsageError("a stop string is empty: it would end every text at once")
     special = tokenizer.special_tokens  # these are no text, so only their ids can end one
-    stop_ids = (*stop_ids, *(special[text] for text in stop if text in special))
+    stop_ids = sorted({*stop_ids, *(special[text] for text in stop if text in special)})
     _check_length(ids, prompt.max_new_tokens, model.config.max_seq_len)
     sampling = prompt.sampling
     vocab_size = tokenizer.vocab_size
