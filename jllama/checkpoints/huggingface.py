@@ -21,7 +21,12 @@ import huggingface_hub
 import jax.numpy as jnp
 import numpy as np
 
-from jllama.checkpoints.chat_files import parse_stop_ids, read_text_files, write_chat_files
+from jllama.checkpoints.chat_files import (
+    GENERATION_CONFIG,
+    parse_stop_ids,
+    read_text_files,
+    write_chat_files,
+)
 from jllama.checkpoints.families import (
     FAMILIES,
     FULL,
@@ -80,6 +85,11 @@ _FIXED = {
     "quantization_config": False,
 }
 _ROPE_COMMON = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+_DROPPED = {
+    GENERATION_CONFIG: ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
+    TOKENIZER_CONFIG: ("pad_token",),
+}
+"""Fields by file that conversion leaves behind."""
 
 
 def recognizes(path: Path) -> bool:
@@ -452,6 +462,17 @@ def write(
         write_json(target / INDEX, index)
     for file, names in split.filename_to_tensors.items():
         write_safetensors(target / file, [tensors[name] for name in names], on_progress)
+
+
+def dropped_fields(folder: Path) -> list[str]:
+    """Name what a folder says of sampling and padding, which no ``Checkpoint`` holds."""
+    names = []
+    for file, keys in _DROPPED.items():
+        path = folder / file
+        if has_file(path):
+            fields = read_json_object(path)
+            names += [key for key in keys if fields.get(key) is not None]
+    return names
 
 
 def download(repository: str) -> Path:

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import re
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -304,6 +305,9 @@ def convert(
     checkpoint = open_checkpoint(local, rope_factor, adapter=adapter)
     own_adapter = checkpoint.adapter
     content = own_adapter if to in ADAPTER_FORMATS else checkpoint
+    dropped = ", ".join(huggingface.dropped_fields(local))
+    if dropped:
+        print(f"note: {target} will not have {source}'s {dropped}", file=sys.stderr)
     if content is None:
         raise UsageError(
             f"{source} has no adapter to write as {to}: "

@@ -2,7 +2,7 @@
 
 import dataclasses
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +28,9 @@ _CLIP = 10.0  # nats
 _STARTS = (0, 16, 128, 512, 1500, 6000, 24_000, 75_000)  # of ranges of positions
 _LONG = 512  # tokens
 _EXACT = ("float32", "float16-cache")  # so fine that no mistake hides in what they allow
+UNEXPLAINED = "known mistakes explains it"
 _SHOWN = 8  # mistakes in a report
+_FITS = 0.1  # the part of a difference that remains if a change of the logits explains it
 
 Group = tuple[str, int]
 """The kind of a prompt, and the first position of a range."""
@@ -175,20 +177,24 @@ def judge(
             explained = _try(mistake, model, params, evidence, errors, allowed)
             if explained:
                 mistakes.append(explained)
+        for about, share in changed_logits(observed, exact, gaps):
+            score = share * _score(errors, allowed)
+            mistakes.append(Explained(about, share * _rms(gaps), score, ""))
         mistakes.sort(key=operator.attrgetter("score"))
     named = [one for one in mistakes if one.score < EXPLAINS * _score(errors, allowed)]
     named = [one for one in named if one.score <= EQUAL * named[0].score]
 
     # 4) The verdict.
     passed = not over and all(one.precision == name for one in named[:1])
-    size = f"{_rms(gaps):.1e} nats"
+    last = max(max(row.places) for row in rows)
+    size = f"{_rms(gaps):.1e} nats, positions 0 to {last:,} of {model.config.max_seq_len:,}"
     if passed:
         about = PRECISIONS[name].about
         verdict = f"PASS: {evidence.peer} computes this checkpoint as {about} does ({size})"
         if name != names[0]:
             verdict += f"; as {names[0]} it would fail"
     else:
-        verdict = f"FAIL: {evidence.peer} differs by {size}{_places(over)}"
+        verdict = f"FAIL: {evidence.peer} differs by {_rms(gaps):.1e} nats{_places(over)}"
         verdict += f", held against {' and '.join(names)} (--precision takes another)"
         verdict += _explanation(named, len(mistakes))
     return Judgment(
@@ -242,6 +248,48 @@ def _try(
     return Explained(mistake.about, _rms(gaps), _score(left, allowed), mistake.precision)
 
 
+def changed_logits(
+    observed: Sequence[Observed], exact: Sequence[np.ndarray], gaps: Sequence[np.ndarray]
+) -> Iterator[tuple[str, float]]:
+    """Yield the simplest change of right logits that explains the differences, if one does.
+
+    With it comes the part of the differences that remains after a fit by least squares. A change of
+    all logits of a place by the same number changes no probability, so means are subtracted first.
+    """
+    # 1) The place, whether the token stands before it, its log-probability, and the difference.
+    parts = []
+    for one, rights, values in zip(observed, exact, gaps, strict=True):
+        columns = zip(one.row.places, one.ids, rights, values, strict=True)
+        for place, ids, log_p, gap in columns:
+            is_seen = np.isin(ids, one.row.ids[: place + 1])
+            number = np.full(len(ids), len(parts))
+            parts.append(np.stack([number, is_seen, log_p, log_p * log_p.max(), gap]))
+    table = np.concatenate(parts, axis=1)
+    is_known = np.abs(table[-1]) < _CLIP
+    number, is_seen, log_p, product, gap = table[:, is_known]
+
+    # 2) Each change: what shares a mean, and what the difference is a sum of.
+    changes = {
+        "only the likeliest tokens kept (top-k or top-p)": (number, []),
+        "a temperature": (number, [log_p]),
+        "a soft cap of the logits": (number, [log_p, log_p**2, product]),
+        "a penalty of tokens seen before": (2 * number + is_seen, [is_seen * log_p]),
+    }
+    for about, (groups, features) in changes.items():
+        _, groups, counts = np.unique(groups, return_inverse=True, return_counts=True)
+        centered = [
+            values - (np.bincount(groups, values) / counts)[groups] for values in (*features, gap)
+        ]
+        matrix = np.stack([*centered[:-1], 0 * gap], axis=1)
+        left = centered[-1] - matrix @ np.linalg.lstsq(matrix, centered[-1])[0]
+        is_judged = counts[groups] > 1  # a mean of one explains it by itself
+        if is_judged.any():
+            share = _rms([left[is_judged]]) / _rms([gap[is_judged]])
+            if share < _FITS:
+                yield about, share
+                return
+
+
 def group_errors(observed: Sequence[Observed], gaps: Sequence[np.ndarray]) -> Errors:
     """Compute the error by kind of prompt and range of positions."""
     values: dict[Group, list[np.ndarray]] = {}
@@ -285,7 +333,7 @@ def _places(over: Sequence[Group]) -> str:
 def _explanation(named: Sequence[Explained], num_mistakes: int) -> str:
     """Name the mistake, and its equals."""
     if not named:
-        return f", and none of {num_mistakes} known mistakes explains it"
+        return f", and none of {num_mistakes} {UNEXPLAINED}"
     first, *equals = named
     text = f"; with {first.about} our logits agree with it to {first.error:.0e}"
     if equals:

@@ -6,10 +6,13 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 import jllama.model
+from jllama import functional as F
 from jllama.config import LLAMA_VALUES, LlamaConfig
 from jllama.errors import JllamaError
 from jllama.language_model import LanguageModel
@@ -17,7 +20,7 @@ from jllama.parameters import Params
 from jllama.rope_scaling import LinearScaling
 from jllama.templates.messages import TEMPLATES, message_ids
 from jllama.verify.checkpoint import shown
-from jllama.verify.mutations import MUTATIONS
+from jllama.verify.mutations import MUTATIONS, model_with, model_with_layer
 from jllama.verify.precisions import WEIGHTS, change_matrices, round_float
 from jllama.verify.rows import Row
 
@@ -34,6 +37,40 @@ _MADE_BY_SERVER: dict[str, Callable[[Row], bool]] = {
     "texts": lambda row: row.is_text,
     "chats": lambda row: bool(row.messages),
     "texts and chats": lambda row: row.is_text or bool(row.messages),
+}
+
+
+def _gelu_gate(approximate: bool, gate: Array, up: Array) -> Array:
+    return jax.nn.gelu(gate, approximate) * up
+
+
+def _normalized_residual(layer: Any, x: Array, inputs: Any, cached: Any = None) -> tuple:
+    """Add what a branch computes to its normalized input."""
+    x = layer.normalize(x, "attn_norm")
+    x = x + layer.residual(layer.attention(x, inputs)[0])
+    x = layer.normalize(x, "mlp_norm")
+    return x + layer.residual(layer.feed_forward(x)), cached
+
+
+def _parallel_branches(layer: Any, x: Array, inputs: Any, cached: Any = None) -> tuple:
+    """Give the MLP the input of attention."""
+    return x + layer.attention_update(x, inputs)[0] + layer.feed_forward_update(x), cached
+
+
+def _without_final_norm() -> types.ModuleType:
+    model = model_with(rms_norm=lambda x, scale, eps: x)
+    model.Layer.normalize = jllama.model.Layer.normalize
+    model.Layer.normalize_heads = jllama.model.Layer.normalize_heads
+    return model
+
+
+_WRONG_MODELS = {
+    "GELU for SiLU": model_with(silu_gate=functools.partial(_gelu_gate, False)),
+    "GELU by tanh for SiLU": model_with(silu_gate=functools.partial(_gelu_gate, True)),
+    "gate and up exchanged": model_with(silu_gate=lambda gate, up: F.silu_gate(up, gate)),
+    "residuals of normalized inputs": model_with_layer(_normalized_residual),
+    "attention and MLP side by side": model_with_layer(_parallel_branches),
+    "no final norm": _without_final_norm(),
 }
 
 
@@ -66,10 +103,13 @@ def known_mistakes(model: LanguageModel, longest: int) -> list[Mistake]:
         if mutation.about and mutation.applies(config):
             mistake = Mistake(mutation.about, mutation.misread, mutation.model)
             mistakes.append(mistake._replace(sees_ahead=mutation.sees_ahead))
-    for distance, side in ((1, "far"), (-1, "early")):
+    mistakes += [Mistake(about, model=model) for about, model in _WRONG_MODELS.items()]
+    for distance, side, other in ((1, "far", "after"), (-1, "early", "before")):
         change = functools.partial(_move_decoded, distance)
         about = f"decoded tokens one slot too {side} in the cache"
         mistakes.append(Mistake(about, change=change))
+        change = functools.partial(_shift, distance)
+        mistakes.append(Mistake(f"the logits of the token {other} it", change=change))
     mistakes += [
         Mistake(
             f"a context of {size:,} tokens, and what is before them dropped",
@@ -138,6 +178,20 @@ def _wrong_weights(config: LlamaConfig) -> Iterator[Mistake]:
         yield Mistake(about, functools.partial(_round_norms, dtype))
     if not config.tie_embeddings:
         yield Mistake("the embedding for the output head", _tied)
+    order = [*range(config.num_layers)]
+    for index in order:
+        for about, times in (("left out", 0), ("run twice", 2)):
+            indices = order[:index] + times * [index] + order[index + 1 :]
+            if indices:
+                misread = functools.partial(_choose_layers, indices)
+                yield Mistake(f"layer {index} {about}", misread)
+
+
+def _choose_layers(
+    indices: list[int], config: LlamaConfig, params: Params
+) -> tuple[LlamaConfig, Params]:
+    layers = {name: stack[indices] for name, stack in params["layers"].items()}
+    return dataclasses.replace(config, num_layers=len(indices)), params | {"layers": layers}
 
 
 def _change_matrices(
@@ -165,6 +219,12 @@ def _move_decoded(distance: int, row: Row) -> Row:
     positions = np.arange(len(row.ids))
     positions[row.num_prompt :] += distance
     return row._replace(positions=tuple(positions.tolist()))
+
+
+def _shift(distance: int, row: Row) -> Row:
+    """Take the logits of other tokens of the row, in a circle."""
+    places = tuple((place + distance) % len(row.ids) for place in row.places)
+    return row._replace(places=places)
 
 
 def _cut(size: int, row: Row) -> Row:

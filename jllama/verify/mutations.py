@@ -134,16 +134,17 @@ def _untied(config: LlamaConfig, params: Params) -> Model:
 
 
 def _post_norm_layer(layer: Any, x: Array, inputs: Any, cached: Any = None) -> tuple:
+    """Normalize the sum after each branch, as in the Transformer of 2017, not its input."""
     mixed, cached = layer.attention(x, inputs, cached)
     x = layer.normalize(x + layer.residual(mixed), "attn_norm")
     x = x + layer.residual(layer.feed_forward(x))
     return layer.normalize(x, "mlp_norm"), cached
 
 
-def _post_norm() -> types.ModuleType:
-    """Normalize the sum after each branch, as in the Transformer of 2017, not its input."""
+def model_with_layer(call: Callable[..., tuple]) -> types.ModuleType:
+    """Return a copy of the module ``jllama.model`` whose layers are called with this function."""
     model = model_with()
-    model.Layer.__call__ = _post_norm_layer
+    model.Layer.__call__ = call
     return model
 
 
@@ -258,7 +259,7 @@ MUTATIONS = [
     Mutation(
         "post-norm",
         "norms after attention and the MLP, not before them",
-        model=_post_norm(),
+        model=model_with_layer(_post_norm_layer),
         applies=lambda config: config.norm_placement == "before",
     ),
     # Key and value heads are tiled over the query heads, not repeated.

@@ -1,16 +1,20 @@
 """Other programs that run a checkpoint: functions, libraries in this process, and servers."""
 
+import dataclasses
 import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
+from jllama.capture import activations
 from jllama.checkpoints.registry import load
 from jllama.errors import JllamaError, UsageError, unknown_name
 from jllama.language_model import LanguageModel
-from jllama.verify.judge import Evidence, Judgment, OnProgress, judge
+from jllama.verify.checks import detached, relative_error
+from jllama.verify.judge import UNEXPLAINED, Evidence, Judgment, OnProgress, judge
 from jllama.verify.precisions import PRECISIONS
 from jllama.verify.probes import (
     make_rows,
@@ -18,12 +22,14 @@ from jllama.verify.probes import (
     observe_decoding,
     observe_function,
 )
+from jllama.verify.rows import Row
 from jllama.verify.server import Server, connect, observe
 
 Function = Callable[[np.ndarray], Any]
 """Takes the tokens of a prompt, ``[seq]``, and returns logits ``[seq, vocab]``."""
 
 _NUM_SHORT = 3
+_SAME_STATE = 0.03  # the relative error that bfloat16 may have
 _NUM_LIKELY = 20  # log-probabilities in each place, of a function that gives all
 
 
@@ -82,7 +88,9 @@ def check_model(
 
     Args:
         function: takes the tokens of a prompt, ``[seq]``, and returns logits ``[seq, vocab]`` or
-            ``[1, seq, vocab]``, of NumPy, JAX, PyTorch or MLX.
+            ``[1, seq, vocab]``, of NumPy, JAX, PyTorch or MLX. It may return a pair of logits and
+            hidden states, ``[seq, embed]`` each: the embedding and the output of each layer. If no
+            known mistake explains a difference, they tell in which layer it begins.
         checkpoint: as in ``jllama.load``.
         precision: how the function rounds, a name of ``jllama verify --precision``.
         max_tokens: the longest prompt.
@@ -202,5 +210,35 @@ def _judge_function(
         for row in make_rows(model, max_tokens)
         if not (row.is_text or row.messages) and (row.kind != "short" or len(row.ids) <= _NUM_SHORT)
     ]
-    observed = [observe_function(function, row, _NUM_LIKELY) for row in rows]
-    return judge(Evidence(name, "all logits", observed), model, precision, on_progress)
+    states: list[Any] = []
+
+    def logits_of(tokens: np.ndarray) -> Any:
+        result = function(tokens)
+        if not isinstance(result, tuple):
+            return result
+        states.append(result[1])
+        return result[0]
+
+    observed = [observe_function(logits_of, row, _NUM_LIKELY) for row in rows]
+    judgment = judge(Evidence(name, "all logits", observed), model, precision, on_progress)
+    if not judgment.verdict.endswith(UNEXPLAINED):
+        return judgment
+    remark = "it may return hidden states, too: then the first wrong layer is named"
+    if states:
+        remark = _first_difference(states[0], model, rows[0])
+    return dataclasses.replace(judgment, verdict=f"{judgment.verdict}; {remark}")
+
+
+def _first_difference(states: Any, model: LanguageModel, row: Row) -> str:
+    """Say which of a function's hidden states is the first that differs from jllama's."""
+    layers = [f"layers/{index}" for index in range(model.config.num_layers)]
+    names = ("embedding", *layers, "final_norm")
+    with jax.default_matmul_precision("highest"):
+        right = activations(model.config, model.params, np.array([row.ids]), names)
+    for name, state in zip(names, states, strict=False):
+        actual = np.asarray(detached(state), np.float64).reshape(-1, model.config.embed_dim)
+        # The last one may be normalized, as in transformers.
+        expected = [right[name][0]] + [right["final_norm"][0]] * (name == layers[-1])
+        if not min(relative_error(actual, one) for one in expected) < _SAME_STATE:
+            return f"the first hidden state that differs is {name}"
+    return "its hidden states are right, so look at the final norm and the head"

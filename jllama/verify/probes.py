@@ -66,13 +66,14 @@ def make_rows(model: LanguageModel, max_tokens: int) -> list[Row]:
     ids = encode(words)
     rows = [_row("text", ids[: min(_TEXT_TOKENS, limit)], 0)]
     rows += [_row("short", ids[:length], length - 1) for length in range(1, _NUM_SHORT + 1)]
-    for length in FAR:
-        if length <= limit + 1:
-            num_words = max(length * len(words) // len(ids) - 3 * _REPEATED_WORDS, 0)
+    for length in sorted({limit + 1, *FAR}):
+        if _TEXT_TOKENS < length <= limit + 1:
+            num_words = max(length * len(words) // len(ids) - 50, 0)  # a few more than fit
             middle = rng.choice(words, num_words).tolist()
             repeated = words[:_REPEATED_WORDS]
             far = encode([*repeated, *middle, *repeated])[:limit]
-            rows.append(_row("far", far, len(far) - 64))
+            num_places = len(far) if limit < FAR[0] else 64
+            rows.append(_row("far", far, len(far) - num_places))
     if tokenizer is None:
         return rows
 
@@ -136,10 +137,13 @@ def observe_behaviors(server: Server, rows: Sequence[Row], before: Observed) -> 
     requests = {
         "the same request again": [text],
         "a prefix of an earlier prompt": [prefix],
+        "after a prompt with another beginning": [text],
     }
     if server.parallel > 1:
         requests[f"beside {len(others)} other prompts"] = [text, *others]
     for about, together in requests.items():
+        if "another" in about:
+            observe(server, [text._replace(ids=text.ids[::-1])])
         observed = observe(server, together)
         if observed and observed[0].row.kind == text.kind:
             yield _change(about, before, observed[0])
