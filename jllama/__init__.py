@@ -21,7 +21,6 @@ for a wrong argument it is a ``UsageError``.
 import ast
 import difflib
 import importlib
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,10 +87,6 @@ if TYPE_CHECKING:
     from jllama.verify.peers import check_model as check_model
 
 __version__ = "0.2.0"
-
-if os.environ.get("JLLAMA_CHECK_SHAPES", "0") not in ("", "0"):
-    # Before all other modules, which it changes as they are imported.
-    importlib.import_module("jllama.typecheck")
 
 _HOMES = {
     alias.name: str(node.module)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Int
 from jllama import functional as F
 from jllama.config import LlamaConfig
 from jllama.decode_params import DecodeParams
-from jllama.errors import unknown_name
+from jllama.errors import UsageError
 from jllama.model import AttentionInputs, Layer, Llama, attention_inputs, build_model, check_length
 from jllama.parameters import Params
 
@@ -20,12 +20,14 @@ PARTS = ("attention", "attention_weights", "feed_forward")
 
 def check_names(config: LlamaConfig, names: tuple[str, ...]) -> None:
     """Raise ``UsageError`` for a name that ``activations`` does not have."""
-    layers = [f"layers/{index}" for index in range(config.num_layers)]
-    parts = [f"{layer}/{part}" for layer in layers for part in PARTS]
-    known = ["embedding", "final_norm", *layers, *parts]
+    known = ["embedding", "final_norm"]
+    for index in range(config.num_layers):
+        known += [f"layers/{index}", *(f"layers/{index}/{part}" for part in PARTS)]
     for name in names:
         if name not in known:
-            raise unknown_name("activation", name, known)
+            raise UsageError(
+                f"there is no activation {name}; there are {', '.join(known[:6])} and so on"
+            )
 
 
 @functools.partial(jax.jit, static_argnames=("config", "names"))

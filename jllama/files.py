@@ -23,6 +23,7 @@ except ImportError:  # Windows
 Json = dict[str, Any]
 """A JSON object, such as a request's body or an answer."""
 _MAX_BYTES, _MAX_DEPTH = 100_000_000, 50
+_POINTER = b"version https://git-lfs"
 
 
 def read_json_object(path: Path) -> Json:
@@ -32,6 +33,7 @@ def read_json_object(path: Path) -> Json:
         JllamaError: it cannot be read, holds something else, or is far too large or nested.
     """
     refuse_special_files(path)
+    refuse_pointer(path)
     with (
         errors_as(f"{path} cannot be read", OSError),
         errors_as(f"{path} is not JSON", ValueError, RecursionError),
@@ -108,6 +110,13 @@ def refuse_special_files(*paths: Path) -> None:
     for path in paths:
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise JllamaError(f"{path} is a pipe, a socket or a device: put a file there")
+
+
+def refuse_pointer(path: Path) -> None:
+    """Raise ``JllamaError`` if a file is what Git LFS puts in the place of a large one."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        if file.read(len(_POINTER)) == _POINTER:
+            raise JllamaError(f"{path} is a pointer of Git LFS: run git lfs pull")
 
 
 def has_file(path: Path) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+from flax.traverse_util import flatten_dict
 from matplotlib.figure import Figure
 
 import jllama
@@ -107,6 +108,7 @@ def write_report(folders: Sequence[Path], target: Path) -> None:
     config = {}
     curves = {}
     facts = []
+    options = []
     texts = {}
     for folder in folders:
         if not recognizes(folder):
@@ -118,8 +120,16 @@ def write_report(folders: Sequence[Path], target: Path) -> None:
             lines = [_with_figures(line) for line in read_lines(folder / METRICS)]
             curves[name] = [line for line in lines if isinstance(line["step"], int)]
             facts.append(_facts(model, config["data"], curves[name]))
+            options.append(flatten_dict(config, sep="."))
             for title, part in _texts(folder, config["training"].get("questions", ())).items():
                 texts[f"{title} of {name}" if is_comparison else title] = part
+
+    # The options in which they differ.
+    for name in dict.fromkeys(itertools.chain(*options)):
+        values = [own.get(name) for own in options]
+        if any(value != values[0] for value in values):
+            for part, value in zip(facts, values, strict=True):
+                part[name] = str(value)
 
     # Lay out the page.
     title = ", ".join(curves)

@@ -28,15 +28,12 @@ os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
 )  # torch's and NumPy's threads wait for each other on busy cores
 
-os.environ["JLLAMA_CHECK_SHAPES"] = "1"
-
 import hypothesis
 import jax
 import pytest
+import typecheck  # noqa: F401 - before jllama; processes that the tests start run as a user's do
 
 from jllama import programs
-
-del os.environ["JLLAMA_CHECK_SHAPES"]  # processes that the tests start run as a user's do
 
 # A shell that runs this in the background ignores Ctrl-C, and so would the processes of tests.
 signal.signal(signal.SIGINT, signal.default_int_handler)

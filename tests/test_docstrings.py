@@ -27,7 +27,7 @@ WITHOUT_EXAMPLE = {
     "oracle",
 }
 """Registries, modules and errors; their pages show them."""
-OPTIONAL = {"jllama.harness", "jllama.evaluation.harness", "jllama.typecheck", "jllama.__main__"}
+OPTIONAL = {"jllama.harness", "jllama.evaluation.harness", "jllama.__main__"}
 MODULES = [
     module.name
     for module in pkgutil.walk_packages(jllama.__path__, "jllama.")

@@ -14,7 +14,7 @@ import jllama
 
 PACKAGE = Path(jllama.__file__).parent
 FLOORS = [
-    {"devices", "errors", "functional", "line_process", "progress", "typecheck"},
+    {"devices", "errors", "functional", "line_process", "progress"},
     {"files", "rope_scaling", "stop"},
     {"config", "cache", "web"},
     {"presets", "parameters", "oracle", "tokenizers"},

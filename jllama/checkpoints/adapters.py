@@ -192,6 +192,15 @@ def _read(stored: Mapping[str, FileTensor], file_format: NamedFormat, adapter: A
     if targets:
         lora = dataclasses.replace(lora, targets=tuple(targets))
     layout = _layout(adapter.config, lora, file_format)
+    if not lora.dora:
+        # A matrix without a tensor is not adapted: zeros add nothing to it.
+        present = {layout[name].key.rpartition("/")[0] for name in stored if name in layout}
+        absent = {
+            name: np.zeros(entry.shape, _F32)
+            for name, entry in layout.items()
+            if entry.key.rpartition("/")[0] not in present
+        }
+        stored = {**stored, **absent}
     shapes = {name: list(tensor.shape) for name, tensor in stored.items()}
     problems = differences(shapes, {name: entry.shape for name, entry in layout.items()})
     if problems:
@@ -253,6 +262,8 @@ def read_peft(path: Path, config: LlamaConfig) -> Adapter:
         # Some programs leave out the prefix, or leave in the adapter's name, "default".
         stem = re.sub(r"\.default(?=\.|$)", "", name)
         stem = stem.replace("magnitude_vector.weight", "magnitude_vector")
+        if "layers." not in stem:
+            raise JllamaError(f"{path} adapts {stem}; jllama adapts matrices of layers alone")
         full = re.sub(r"^(base_model\.model\.)?(model\.)?", _PREFIX, stem)
         if full in stored:
             raise JllamaError(

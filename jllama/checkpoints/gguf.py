@@ -43,7 +43,7 @@ from jllama.checkpoints.tensors import (
 )
 from jllama.config import LLAMA_VALUES, LlamaConfig
 from jllama.errors import JllamaError, UsageError
-from jllama.files import errors_as
+from jllama.files import errors_as, refuse_pointer
 from jllama.parameters import PARAMETERS, TensorSpec
 from jllama.presets import every_fourth
 from jllama.rope_scaling import (
@@ -103,6 +103,8 @@ _WITHOUT_EFFECT = {
     "rope.scaling.yarn_log_multiplier": (0,),
     "rope.scaling.yarn_ext_factor": (-1, 1),
     "rope.scaling.attn_factor": (1,),  # it has an effect for yarn, which takes the key
+    "rope.scale_linear": (1,),
+    "nextn_predict_layers": (0,),
     "use_parallel_residual": (False,),
 }
 # Keys that may have any value, among them those of other types of scaling.
@@ -115,6 +117,7 @@ def recognizes(path: Path) -> bool:
     file = _find_file(path)
     if not file.is_file():
         return False
+    refuse_pointer(file)
     with file.open("rb") as opened:
         return opened.read(len(MAGIC)) == MAGIC
 
@@ -215,6 +218,10 @@ class _Keys:
     def take(self, name: str, kind: type[Any], default: Any = None) -> Any:
         """Remove a key and return its value or the default; ``JllamaError`` unless a ``kind``."""
         value = self.rest.pop(name, default)
+        if isinstance(value, list) and value == value[:1] * len(value) != []:
+            value = value[0]  # the same for each layer
+        if kind is float and type(value) is int:
+            value = float(value)
         if value is None:
             raise JllamaError(f"{self.source} lacks the key {self.prefix}{name}")
         if type(value) is not kind or (kind is float and not math.isfinite(value)):

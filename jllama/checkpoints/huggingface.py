@@ -85,6 +85,7 @@ _FIXED = {
     "quantization_config": False,
 }
 _ROPE_COMMON = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+_HEAD = PARAMETERS["lm_head"].name("huggingface")
 _DROPPED = {
     GENERATION_CONFIG: ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
     TOKENIZER_CONFIG: ("pad_token",),
@@ -230,10 +231,11 @@ def _rope_scaling(
     fixed = kind.huggingface_fixed
     if "partial_rotary_factor" not in family.optional:
         fixed = {"partial_rotary_factor": (1,)} | fixed
-    if name != "default" and not family.scales_rope:
+    known = ("default", *(ROPE_SCALINGS if family.scales_rope else ()))
+    if name not in known:
         raise JllamaError(
             f"{source} has RoPE of type {json.dumps(name)[:80]}; jllama's models of type "
-            f"{family.model_type} have only 'default'"
+            f"{family.model_type} have only {', '.join(known)}"
         )
     for key, values in fixed.items():
         if rope.get(key, values[0]) not in values:
@@ -330,23 +332,28 @@ def read(path: Path) -> Checkpoint:
         if re.fullmatch(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", name):
             del weights[name]  # computed, not learned
     embed = PARAMETERS["embed"].name("huggingface")
-    head = PARAMETERS["lm_head"].name("huggingface")
     if not config.vocab_size and embed in weights:
         # An embedding without rows is refused below.
         vocab_size = max([1, *weights[embed].shape[:1]])
         config = dataclasses.replace(config, vocab_size=vocab_size)
-    if head not in weights and not config.tie_embeddings:
+    prefix = next((name.removesuffix(embed) for name in weights if name.endswith(embed)), "")
+    if prefix:
         raise JllamaError(
-            f"{path} has no {head}: a model without it needs tie_word_embeddings true in {CONFIG}"
+            f"{path} has {prefix}{embed}: remove {prefix} from the names of its tensors"
         )
-    tied_head = weights.pop(head, None) if config.tie_embeddings else None
+    if _HEAD not in weights and not config.tie_embeddings:
+        remedy = f"a model without it needs tie_word_embeddings true in {CONFIG}"
+        if "score.weight" in weights:
+            remedy = "with score.weight it is a classifier, which jllama does not have"
+        raise JllamaError(f"{path} has no {_HEAD}: {remedy}")
+    tied_head = weights.pop(_HEAD, None) if config.tie_embeddings else None
     is_fused = _find_family(fields, source).is_fused
     tensors = match_tensors(
         weights, config, "huggingface", path, is_fused=is_fused, is_interleaved=False
     )
     if tied_head is not None and not have_same_bits(tied_head, tensors["embed"]):
         raise JllamaError(
-            f"{path}: {head} differs from {embed}, so tie_word_embeddings must be false in {CONFIG}"
+            f"{path}: {_HEAD} differs from {embed}, so tie_word_embeddings must be false in {CONFIG}"
         )
     tokenizer, template, stops = read_text_files(path)
     if template is None:
@@ -393,6 +400,8 @@ def _read_weights(path: Path) -> dict[str, np.ndarray]:
         )
     tensors = {shard: read_safetensors(path / shard) for shard in shards}
     actual = {name: f"in {shard}" for shard in shards for name in tensors[shard]}
+    if _HEAD not in actual:  # a tied one may be named without being there
+        shard_of.pop(_HEAD, None)
     problems = differences(actual, {name: f"in {shard}" for name, shard in shard_of.items()})
     if problems:
         raise JllamaError(f"{path} has shards that differ from {INDEX}: {problems}")

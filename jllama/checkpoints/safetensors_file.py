@@ -16,7 +16,7 @@ import safetensors
 
 from jllama.checkpoints.tensors import NamedTensor, OnProgress, blocks
 from jllama.errors import JllamaError
-from jllama.files import errors_as
+from jllama.files import errors_as, refuse_pointer
 
 DTYPES = {
     "F64": np.dtype("f8"),
@@ -34,6 +34,7 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray]:
         JllamaError: The file is cut short or too long, or has a tensor of a dtype not in
             ``DTYPES``.
     """
+    refuse_pointer(path)
     tensors = {}
     damaged = f"{path} is cut short, damaged or not a safetensors file"
     with (

@@ -26,6 +26,7 @@ import numpy as np
 
 from jllama.checkpoints.tensors import NamedTensor, OnProgress, blocks
 from jllama.errors import JllamaError
+from jllama.files import refuse_pointer
 
 MAX_INDEX_BYTES = 4 << 20
 """Limit for ``data.pkl`` and the zip directory.
@@ -57,6 +58,7 @@ def read_torch_file(path: Path) -> dict[str, np.ndarray]:
             tensors do not need; or it is not a dictionary of floating-point tensors, each inside
             its own storage.
     """
+    refuse_pointer(path)
     try:
         with _Directory(path) as file:
             if file.read(2) == b"\x80\x02":  # a bare pickle

@@ -75,6 +75,7 @@ run_dir=out,out_dir,output,output_dir source=input,model steps=iters,max_iters,m
 target=output,out,outfile temperature=t,temp to=format,outtype
 warmup_fraction=warmup,warmup_ratio,warmup_steps weight_decay=wd
 """
+_NEAR = 0.75  # the share of letters in order that makes a name near
 _SCALARS = {int: ("N", "a whole number"), float: ("X", "a finite number"), str: ("TEXT", "text")}
 _HELP = {
     "help": "show this page; --help all shows every option",
@@ -152,7 +153,7 @@ def parse(
     needs_argument = first == "config" or f" {first.upper()} " in (parser.usage or "")
     if asks_help or (needs_argument and not argv):
         page = parser.format_help().replace("``", "")
-        print(page, end="", file=sys.stdout if argv else sys.stderr)
+        print(page.rstrip(), file=sys.stdout if argv else sys.stderr)
         raise SystemExit(0 if argv else 2)
     try:
         settings = parser.parse_args(_flags(parser, argv, positional))
@@ -187,7 +188,9 @@ def _parser(options: type, prog: str, positional: Sequence[str], shown: Sequence
     required = [field.name for field in fields if field.default is dataclasses.MISSING]
     words = [name.upper() if name in required else f"[{name.upper()}]" for name in positional]
     parser.usage = " ".join([prog, *words, "[options]"])
-    parser.description = _description(doc, prog, "config" in positional)
+    parser.description = _description(doc, prog)
+    if "config" in positional:
+        parser.epilog = _configurations()
     parser.add_argument("--config", action="config", help="a YAML file with any of these options")
     parser.add_argument("--imports", "--import", type=list[str], default=[], help=_IMPORTS)
     parser.add_class_arguments(options)
@@ -208,18 +211,22 @@ def _parser(options: type, prog: str, positional: Sequence[str], shown: Sequence
     return parser
 
 
-def _description(doc: str, prog: str, with_configurations: bool) -> str:
-    """Return the top of a help page: the first paragraph, the examples, and configurations."""
+def _description(doc: str, prog: str) -> str:
+    """Return the top of a help page: the first paragraph and the examples."""
     parts = [textwrap.fill(doc.partition("\n\n")[0], 79)]
     examples = [example.description or "" for example in docstring_parser.parse(doc).examples]
     parts += ["examples:\n" + textwrap.indent(lines, f"  {prog} ") for lines in examples]
-    if with_configurations:
-        lines = ["configurations:"]
-        for name, path in shipped_configs().items():
-            title = path.read_text().splitlines()[0].removeprefix("# ")
-            lines.append(f"  {name:22} {title}")
-        parts.append("\n".join(lines))
     return "\n\n".join(parts)
+
+
+def _configurations() -> str:
+    """List the configurations that come with jllama, those of clusters last."""
+    lines = ["configurations:"]
+    configs = shipped_configs()
+    for name in sorted(configs, key=lambda name: (name.startswith("llama"), name)):
+        title = configs[name].read_text().splitlines()[0].removeprefix("# ")
+        lines.append(f"  {name:22} {title}")
+    return "\n".join(lines)
 
 
 def _describe(action: argparse.Action) -> None:
@@ -509,10 +516,12 @@ def _suggestion(name: str, options: Iterable[str]) -> str:
             meanings[word] = option
     name = name.replace("-", "_")
     last = name.rpartition(".")[2]
+    if re.search("activation|hidden_act|dropout|position", last):
+        return "; docs/extend.md shows a block of your own, with other parts than Llama's"
     near = (
         [word for word in (name, last) if word in meanings]
         or [word for word in meanings if word.startswith(name)]
-        or difflib.get_close_matches(name, meanings, 1)
-        or difflib.get_close_matches(last, meanings, 1)
+        or difflib.get_close_matches(name, meanings, 1, _NEAR)
+        or difflib.get_close_matches(last, meanings, 1, _NEAR)
     )
     return f"; did you mean {meanings[near[0]]}?" if near else ""

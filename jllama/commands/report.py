@@ -1,6 +1,7 @@
 """``jllama report``: write a page about one or several runs, or send their metrics to a logger."""
 
 import dataclasses
+import sys
 from pathlib import Path
 
 from jllama.commands.cli import parse
@@ -40,6 +41,7 @@ def main(argv: list[str], prog: str) -> int:
     check_logger(options.logger)
     check_writable(target)
     write_report(folders, target)
+    print(f"wrote {target}", file=sys.stderr)
     if not options.logger:
         return 0
     for folder in folders:

@@ -43,8 +43,10 @@ class Completion(NamedTuple):
         return len(self.ids)
 
 
-def encode_prompt(model: LanguageModel, prompt: Prompt) -> Prompt:
+def encode_prompt(model: LanguageModel, prompt: Prompt, context: int | None = None) -> Prompt:
     """Return the prompt with token ids and tuples of stops; all requests are checked here.
+
+    ``context`` is the most tokens, if that is less than the model takes.
 
     Raises:
         UsageError: the prompt or a setting does not fit the model.
@@ -69,7 +71,7 @@ def encode_prompt(model: LanguageModel, prompt: Prompt) -> Prompt:
         raise UsageError("a stop string is empty: it would end every text at once")
     special = tokenizer.special_tokens  # these are no text, so only their ids can end one
     stop_ids = sorted({*stop_ids, *(special[text] for text in stop if text in special)})
-    _check_length(ids, prompt.max_new_tokens, model.config.max_seq_len)
+    check_length(ids, prompt.max_new_tokens, context or model.config.max_seq_len)
     sampling = prompt.sampling
     vocab_size = tokenizer.vocab_size
     _check_ids("prompt has", ids, vocab_size)
@@ -87,7 +89,8 @@ def encode_prompt(model: LanguageModel, prompt: Prompt) -> Prompt:
     return dataclasses.replace(prompt, content=ids, stop=stop, stop_ids=stop_ids)
 
 
-def _check_length(ids: list[int], max_new_tokens: int | None, context: int) -> None:
+def check_length(ids: Sequence[int], max_new_tokens: int | None, context: int) -> None:
+    """Raise ``UsageError`` if a prompt is empty, or does not fit the context with its answer."""
     new = 1 if max_new_tokens is None else max_new_tokens
     if new < 0:
         raise UsageError(f"max_new_tokens is {new}; it must not be negative")
@@ -97,7 +100,7 @@ def _check_length(ids: list[int], max_new_tokens: int | None, context: int) -> N
     if new > num_left:
         advice = f" or lower max_new_tokens to at most {num_left}" if num_left > 0 else ""
         raise ContextError(
-            f"the prompt's {len(ids)} tokens and {new} new ones exceed the model's context of "
+            f"the prompt's {len(ids)} tokens and {new} new ones exceed the context of "
             f"{context}: shorten the prompt{advice}"
         )
 

@@ -26,6 +26,7 @@ from jllama.generation.generate import BLOCK_S
 from jllama.generation.requests import Answer, Request, Row
 from jllama.generation.sampling_params import Prompt
 from jllama.generation.steps import kv_bytes
+from jllama.generation.text import check_length
 from jllama.language_model import LanguageModel, weights_fingerprint
 from jllama.serve import metrics
 from jllama.serve.config import EngineConfig
@@ -129,13 +130,7 @@ class EngineThread:
     def check(self, request: Request) -> None:
         """Raise ``UsageError`` if the request can never be served."""
         prompt = request.prompt
-        num_ids = len(prompt.ids)
-        num_new = 1 if prompt.max_new_tokens is None else prompt.max_new_tokens
-        if num_ids + num_new > self.context:
-            raise ContextError(
-                f"the prompt's {num_ids} tokens and {num_new} new ones exceed the context of "
-                f"{self.context} tokens that this server has: shorten the prompt or ask for fewer"
-            )
+        check_length(prompt.ids, prompt.max_new_tokens, self.context)
         num_stops = len(prompt.stop_ids or ())
         if num_stops > MAX_STOPS:
             raise UsageError(f"stop_ids has {num_stops} tokens; at most {MAX_STOPS} are served")

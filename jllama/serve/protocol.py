@@ -419,7 +419,7 @@ def make_job(engine: EngineThread, body: Chat | Continuation) -> Job:
         prompt = dataclasses.replace(
             draft.prompt, sampling=sampling, stop=body.stop, grammar=grammar
         )
-        prompt = encode_prompt(model, prompt)
+        prompt = encode_prompt(model, prompt, engine.context)
         for number in range(body.n):
             seeded = dataclasses.replace(sampling, seed=(sampling.seed + number) % 2**32)
             request = dataclasses.replace(

@@ -237,8 +237,8 @@ def openai_messages(messages: Sequence[Any], is_request: bool = True) -> list[Me
     - A developer's message becomes the system's.
     - Parts of text are joined by line breaks.
     - The arguments of calls become objects, no longer JSON.
-    - Fields of null or an empty list are left out. Calls without content get an empty one; in a
-      file a content of null stays.
+    - Fields of null or an empty list are left out. Calls without content get an empty one, and so
+      does null of an assistant; in a file a content of null stays.
 
     In a request each call must have an id and arguments as JSON, and each result must answer an
     earlier call. In files this is not required.
@@ -259,6 +259,8 @@ def openai_messages(messages: Sequence[Any], is_request: bool = True) -> list[Me
             calls = _read_calls(number, fields["tool_calls"], is_request)
             fields = {"content": None if has_null else "", **fields, "tool_calls": calls}
             call_ids += [call.get("id") for call in calls]
+        elif is_request and fields.get("role") == "assistant" and "content" in message:
+            fields.setdefault("content", "")
         if isinstance(fields.get("content"), list):
             fields["content"] = "\n".join(_part_text(number, part) for part in fields["content"])
         if fields.get("role") == "developer":

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from jllama.errors import JllamaError
-from jllama.files import has_file, read_json_object
+from jllama.files import has_file, read_json_object, refuse_pointer
 from jllama.tokenizers.added_tokens import (
     check_added_tokens,
     read_added_tokens,
@@ -80,6 +80,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def _read(file: Path) -> Tokenizer:
+    refuse_pointer(file)
     if file.name == BytesTokenizer.file_name:
         if read_json_object(file) != json.loads(BytesTokenizer.content):
             raise JllamaError(

@@ -1,6 +1,6 @@
 """Checks of every call into jllama against its annotations, shapes included.
 
-``JLLAMA_CHECK_SHAPES=1`` turns them on.
+Import it before jllama.
 """
 
 import functools
@@ -8,14 +8,8 @@ import inspect
 import typing
 from typing import Any
 
+import beartype
 import jaxtyping
-
-try:
-    import beartype
-except ModuleNotFoundError:
-    raise ImportError(
-        "JLLAMA_CHECK_SHAPES=1 checks with beartype, which is missing: pip install beartype"
-    ) from None
 
 # With PEP 484's tower an int is a float: configurations have ``rope_theta=500000``.
 typechecker = beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))
@@ -47,4 +41,4 @@ def _jaxtyped_if_shaped(*functions: Any, **options: Any) -> Any:
 
 # The hook looks for this name when a module is imported.
 jaxtyping.jaxtyped = _jaxtyped_if_shaped
-jaxtyping.install_import_hook("jllama", "jllama.typecheck.typechecker")
+jaxtyping.install_import_hook("jllama", "typecheck.typechecker")
