@@ -494,14 +494,11 @@ def under_load(load: Load, total: int, seed: int) -> dict[str, Any]:
     for name, expected in idle.items():
         if (actual := load.server.metric(name)) != expected:
             load.fault(f"{name} is {actual} when all is done", -1)
-    if (mismatches := load.server.metric("jllama_replay_mismatches_total")) != 0:
-        load.fault(f"{mismatches} answers differed when the server made them again", -1)
     if grown > MOST_GROWTH_MIB:
         load.fault(f"the server's memory grew by {grown:.1f} MiB in its second half", -1)
     return {
         "seconds": seconds,
         "most_at_once": load.most_at_once,
-        "made_again_by_the_server": load.server.metric("jllama_replayed_answers_total"),
         "cached_tokens": load.server.metric("jllama_cached_tokens_total"),
         "rss_mib_by_tenths": rss_mib,
         "rss_growth_in_second_half_mib": grown,
@@ -543,9 +540,7 @@ def main() -> int:
         if not options.checkpoint:
             save_small_model(folder)
             served += ("--adapter", f"adapted={folder / 'adapter'}")
-        with started(
-            Server(folder, *served, "--cache_tokens", "1024", "--replay", "0.02")
-        ) as server:
+        with started(Server(folder, *served, "--cache_tokens", "1024")) as server:
             begun = time.monotonic()
             alone = [ask_or_stop(server, request) for request in requests]
             say(f"{len(alone)} requests answered alone in {time.monotonic() - begun:.0f} s")

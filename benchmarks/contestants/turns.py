@@ -1,4 +1,4 @@
-"""The turns of ``jllama bench``: it starts the contestants, asks them in turn, and compares them."""
+"""The turns of ``jllama bench``: start the contestants, ask them in turn, and compare them."""
 
 import contextlib
 import itertools
@@ -183,11 +183,8 @@ def _command(name: str, work: Json, options: BenchOptions) -> tuple[list[str], d
     if options.against:
         # The peers need memory of the GPU, too.
         environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    return [
-        python,
-        str(Path(__file__).with_name("contestant.py")),
-        json.dumps({**work, "name": name}),
-    ], environment
+    script = Path(__file__).with_name("contestant.py")
+    return [python, str(script), json.dumps({**work, "name": name})], environment
 
 
 def _failure(name: str, code: int, log: str) -> jllama.JllamaError:

@@ -218,8 +218,8 @@ class _Keys:
     def take(self, name: str, kind: type[Any], default: Any = None) -> Any:
         """Remove a key and return its value or the default; ``JllamaError`` unless a ``kind``."""
         value = self.rest.pop(name, default)
-        if isinstance(value, list) and value == value[:1] * len(value) != []:
-            value = value[0]  # the same for each layer
+        is_uniform = isinstance(value, list) and value == value[:1] * len(value) != []
+        value = value[0] if is_uniform else value  # the same for each layer
         if kind is float and type(value) is int:
             value = float(value)
         if value is None:

@@ -353,7 +353,8 @@ def read(path: Path) -> Checkpoint:
     )
     if tied_head is not None and not have_same_bits(tied_head, tensors["embed"]):
         raise JllamaError(
-            f"{path}: {_HEAD} differs from {embed}, so tie_word_embeddings must be false in {CONFIG}"
+            f"{path}: {_HEAD} differs from {embed}, "
+            f"so tie_word_embeddings must be false in {CONFIG}"
         )
     tokenizer, template, stops = read_text_files(path)
     if template is None:

@@ -103,8 +103,8 @@ class BenchOptions(ModelOptions):
         counts = "prompt_tokens batch_size seq_len repeats"
         check_fields(self, "", counts, lambda value: value >= 1, "at least 1")
         check_fields(self, "", "new_tokens", lambda value: value >= 2, "at least 2")
-        most = len(cores())
-        check_fields(self, "", "threads", lambda value: 0 <= value <= most, f"0, or up to {most}")
+        limit = len(cores())
+        check_fields(self, "", "threads", lambda value: 0 <= value <= limit, f"0, or up to {limit}")
         for name in self.against:
             if name not in PEERS:
                 raise unknown_name("peer", name, PEERS)

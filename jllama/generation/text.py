@@ -3,7 +3,7 @@
 import bisect
 import dataclasses
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np

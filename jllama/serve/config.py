@@ -25,7 +25,6 @@ class EngineConfig:
             many.
         prefill_budget: how many tokens of prompts to compute between two decoding steps of the
             others.
-        replay: the share of answers to generate again in idle slots and compare.
     """
 
     slots: int = 4
@@ -34,13 +33,11 @@ class EngineConfig:
     cache_tokens: int = 16_384
     queue: int = 256
     prefill_budget: int = 256
-    replay: float = 0.0
 
     def __post_init__(self) -> None:
         check_fields(self, "", "slots prefill_budget", lambda value: value >= 1, "at least 1")
         sizes = "context memory_gib cache_tokens queue"
         check_fields(self, "", sizes, lambda value: value >= 0, "0 or more")
-        check_fields(self, "", "replay", lambda value: 0 <= value <= 1, "between 0 and 1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,6 @@ import functools
 import hashlib
 import os
 import platform
-import random
-import sys
 import threading
 import time
 import traceback
@@ -47,7 +45,6 @@ class Submission:
     row: Row
     deliver: Deliver
     is_cancelled: bool = False
-    replayed: Answer | None = None  # the answer to compare with, if the server repeats a request
 
 
 class EngineThread:
@@ -83,9 +80,6 @@ class EngineThread:
         self.kv_bytes = token_bytes * self._engine.max_len
         self._queue = deque[Submission]()  # clients that got a slot longest ago come first
         self._active = dict[Row, Submission]()  # in slots
-        # Requests to repeat in idle slots, with the answers to compare.
-        self._replays = deque[tuple[Request, Answer]](maxlen=64)
-        self._random = random.Random()
         self._changed = threading.Condition()
         self._is_closing = False
         self._is_stopped = False
@@ -230,27 +224,16 @@ class EngineThread:
                 self._engine.reset()
 
     def _admit(self) -> None:
-        """Drop cancelled requests, and fill free slots from the queue, or else with replays."""
+        """Drop cancelled requests, and fill free slots from the queue."""
         waiting = [submission for submission in self._queue if not submission.is_cancelled]
         metrics.CANCELLED.inc(len(self._queue) - len(waiting))
         self._queue = deque(waiting)
         for row, submission in [*self._active.items()]:
-            # Requests that wait take precedence over replays.
-            gives_way = submission.replayed is not None and bool(self._queue)
-            if submission.is_cancelled or gives_way:
-                if submission.replayed:
-                    self._replays.append((row.request, submission.replayed))
+            if submission.is_cancelled:
                 self._engine.cancel(row)
                 self._remove(submission)
-        while self._engine.num_free > 0:
-            if self._queue:
-                submission = self._next_submission()
-            elif self._replays and not self._is_closing:
-                request, answer = self._replays.popleft()
-                row = self._engine.make_row(request)
-                submission = Submission(row, functools.partial(_compare, answer), replayed=answer)
-            else:
-                break
+        while self._engine.num_free > 0 and self._queue:
+            submission = self._next_submission()
             self._active[self._engine.submit(submission.row)] = submission
         metrics.QUEUED.set(len(self._queue))
         metrics.BUSY_SLOTS.set(len(self._active))
@@ -269,20 +252,15 @@ class EngineThread:
         return chosen
 
     def _deliver(self, submission: Submission, event: Event) -> None:
-        """Deliver an event; after the last one, count what was served, and perhaps replay it."""
+        """Deliver an event; after the last one, count what was served."""
         if not submission.is_cancelled:
             submission.deliver(event)
         if isinstance(event, Answer):
-            request = submission.row.request
-            if request.caches and self._random.random() < self.config.replay:
-                self._replays.append((dataclasses.replace(request, caches=False), event))
             self._remove(submission)
 
     def _remove(self, submission: Submission) -> None:
-        """Remove a request from its slot, and count it unless it is a replay."""
+        """Remove a request from its slot, and count it."""
         row = self._active.pop(submission.row).row
-        if submission.replayed:
-            return
         metrics.CANCELLED.inc(submission.is_cancelled)
         metrics.count_row(row)
 
@@ -307,16 +285,6 @@ class EngineThread:
             num_cores(),
         )
         return "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-
-
-def _compare(before: Answer, event: Event) -> None:
-    """Compare a replay's answer with the one given before."""
-    if not isinstance(event, Answer):
-        return
-    if event._replace(cached_tokens=0) != before._replace(cached_tokens=0):
-        metrics.MISMATCHES.inc()
-        print("error: an answer came out otherwise when it was generated again", file=sys.stderr)
-    metrics.REPLAYED.inc()
 
 
 def _context_that_fits(

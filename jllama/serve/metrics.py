@@ -22,8 +22,6 @@ FIRST_TOKEN_S = Histogram(
 BETWEEN_TOKENS_S = Histogram(
     "jllama_time_between_tokens_seconds", "Mean of an answer", buckets=_TIMES_S
 )
-REPLAYED = Counter("jllama_replayed_answers", "Answers generated again to compare")
-MISMATCHES = Counter("jllama_replay_mismatches", "Answers that differed when generated again")
 
 
 def count_row(row: Row) -> None:

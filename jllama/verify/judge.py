@@ -10,7 +10,6 @@ import numpy as np
 
 from jllama.language_model import LanguageModel
 from jllama.parameters import Params
-from jllama.tokenizers import Tokenizer
 from jllama.verify.mistakes import Mistake, known_mistakes
 from jllama.verify.precisions import PRECISIONS, WITHOUT_QUANTIZATION
 from jllama.verify.probes import Behavior
@@ -85,7 +84,6 @@ class Judgment:
         kl: the mean Kullback-Leibler divergence of its predictions from the oracle's; None if it
             gives no probabilities.
         groups: kind of prompt, first position, error, and what is allowed.
-        classes: the error by the class of the likeliest token.
         mistakes: the nearest known mistakes.
         behaviors: what changes its answers.
         remarks: a sentence for each other fact.
@@ -99,7 +97,6 @@ class Judgment:
     error: float
     kl: float | None
     groups: list[tuple[str, int, float, float]]
-    classes: dict[str, float]
     mistakes: list[Explained]
     behaviors: Sequence[Behavior]
     remarks: Sequence[str]
@@ -206,7 +203,6 @@ def judge(
         error=_rms(gaps),
         kl=_mean_kl(observed, exact),
         groups=[(*group, error, allowed[group]) for group, error in errors.items()],
-        classes=_class_errors(observed, gaps, model.tokenizer),
         mistakes=mistakes[:_SHOWN],
         behaviors=evidence.behaviors,
         remarks=evidence.remarks,
@@ -355,26 +351,3 @@ def _mean_kl(observed: Sequence[Observed], exact: Sequence[np.ndarray]) -> float
                 p, q = (np.append(part, max(1 - part.sum(), 1e-9)) for part in (p, q))
                 values.append(float(np.sum(p * np.log(p / q))))
     return float(np.mean(values)) if values else None
-
-
-def _class_errors(
-    observed: Sequence[Observed], gaps: Sequence[np.ndarray], tokenizer: Tokenizer | None
-) -> dict[str, float]:
-    """Compute the error by the class of the likeliest token in each place."""
-    if tokenizer is None:
-        return {}
-    by_class: dict[str, list[np.ndarray]] = {}
-    for one, gap in zip(observed, gaps, strict=True):
-        for ids, values in zip(one.ids, gap, strict=True):
-            name = "other"
-            text = ""
-            if ids[0] < tokenizer.vocab_size:  # the embedding may have more rows
-                text = tokenizer.pieces[ids[0]].decode(errors="replace")
-            if ids[0] in tokenizer.special_tokens.values():
-                name = "special"
-            elif text.strip().isdecimal():
-                name = "digits"
-            elif text.strip().isalpha():
-                name = "word" if text[0].isspace() else "part of a word"
-            by_class.setdefault(name, []).append(values)
-    return {name: _rms(parts) for name, parts in sorted(by_class.items())}

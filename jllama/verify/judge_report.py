@@ -12,7 +12,7 @@ _WIDTH = 24  # of a bar
 
 
 def judgment_lines(judgment: Judgment, seconds: float) -> Iterator[RenderableType]:
-    """Yield tables of errors by position, token, mistake and company, and the verdict."""
+    """Yield tables of errors by position, mistake and company, and the verdict."""
     yield f"peer       {judgment.peer}"
     yield f"asked by   {judgment.method}"
     yield f"precision  {judgment.precision}"
@@ -25,13 +25,6 @@ def judgment_lines(judgment: Judgment, seconds: float) -> Iterator[RenderableTyp
         row = [kind, f"{start:,}", f"{error:.1e}", f"{allowed:.1e}", _bar(error / allowed)]
         table.add_row(*row, style="" if error <= allowed else "red")
     yield table
-
-    if judgment.classes:
-        table = _table("By the likeliest token, in nats", "token", "error")
-        largest = max(judgment.classes.values()) or 1.0
-        for name, error in judgment.classes.items():
-            table.add_row(name, f"{error:.1e}", _bar(error / largest))
-        yield table
 
     if judgment.mistakes:
         table = _table("Nearest known mistakes: what each leaves, in nats", "mistake", "left")

@@ -65,8 +65,8 @@ def _without_final_norm() -> types.ModuleType:
 
 
 _WRONG_MODELS = {
-    "GELU for SiLU": model_with(silu_gate=functools.partial(_gelu_gate, False)),
-    "GELU by tanh for SiLU": model_with(silu_gate=functools.partial(_gelu_gate, True)),
+    "GELU, not SiLU": model_with(silu_gate=functools.partial(_gelu_gate, False)),
+    "GELU by tanh, not SiLU": model_with(silu_gate=functools.partial(_gelu_gate, True)),
     "gate and up exchanged": model_with(silu_gate=lambda gate, up: F.silu_gate(up, gate)),
     "residuals of normalized inputs": model_with_layer(_normalized_residual),
     "attention and MLP side by side": model_with_layer(_parallel_branches),

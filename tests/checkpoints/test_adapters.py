@@ -155,6 +155,36 @@ def test_what_peft_saves_is_read(peft, base, kind, tmp_path):
         assert_same_bits(again.tensors, first.tensors)
 
 
+def test_layers_that_peft_does_not_adapt_stay_as_they_are(peft, base, tmp_path):
+    """Those not among ``layers_to_transform``, and other matrices in each layer."""
+    for options in (
+        {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [1]},
+        {"target_modules": r".*\.0\..*(k_proj|up_proj)|.*\.1\..*down_proj"},
+    ):
+        model = peft.get_peft_model(transformers_model(base), peft.LoraConfig(r=5, **options))
+        for name, leaf in model.named_parameters():
+            if "lora_" in name:
+                leaf.data = torch.randn(leaf.shape) / leaf.shape[1] ** 0.5
+        model.eval().save_pretrained(tmp_path / "theirs")
+        found = logits(base, adapter=tmp_path / "theirs")
+        assert relative_error(found, torch_logits(model)) < TOLERANCE
+        assert relative_error(found, logits(base)) > 0.01
+    # A pair without its other half is damage.
+    name = "base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"
+    tensors = safetensors.numpy.load_file(tmp_path / "theirs" / adapters.WEIGHTS)
+    del tensors[name]
+    safetensors.numpy.save_file(tensors, tmp_path / "theirs" / adapters.WEIGHTS)
+    with pytest.raises(JllamaError, match=f"{name} is absent"):
+        open_checkpoint(base, adapter=tmp_path / "theirs")
+
+
+def test_an_adapter_of_the_head_is_named(peft, base, tmp_path):
+    config = peft.LoraConfig(r=5, target_modules=["q_proj", "lm_head"])
+    peft.get_peft_model(transformers_model(base), config).save_pretrained(tmp_path / "theirs")
+    with pytest.raises(JllamaError, match=r"adapts \S*lm_head\S*; jllama adapts matrices"):
+        open_checkpoint(base, adapter=tmp_path / "theirs")
+
+
 def rewritten(folder, rename):
     tensors = safetensors.numpy.load_file(folder / adapters.WEIGHTS)
     safetensors.numpy.save_file(
@@ -402,11 +432,7 @@ def test_what_does_not_fit_is_said(base, square, tmp_path):
         tmp_path / "peft",
         lambda name: name.replace("layers.1.self_attn.q_proj", "layers.1.self_attn.qkv"),
     )
-    message = (
-        r"layers.1.self_attn.q_proj.lora_A.weight is absent, expected "
-        r".*qkv.lora_A.weight is \[6, 64\], expected none"
-    )
-    with pytest.raises(JllamaError, match=message):
+    with pytest.raises(JllamaError, match=r"qkv.lora_A.weight is \[6, 64\], expected none"):
         open_checkpoint(base, adapter=tmp_path / "peft")
     convert(run, tmp_path / "adapter.gguf", to="gguf-lora")
     save(LanguageModel(CONFIG, weights(CONFIG)), tmp_path / "model.gguf", "gguf")

@@ -760,7 +760,7 @@ def test_scaling_keys_mean_what_llama_cpp_makes_of_them(tmp_path, llama_file, ch
         ({"attention.layer_norm_rms_epsilon": math.inf}, r"epsilon inf; it must be one float"),
         ({"attention.layer_norm_rms_epsilon": 0.0}, r"norm_eps is 0\.0; it must be positive"),
         ({"context_length": 0}, r"max_seq_len is 0; it must be at least 1"),
-        ({"feed_forward_length": [80, 80]}, r"feed_forward_length \[80, 80\]; it must be one int"),
+        ({"feed_forward_length": [80, 96]}, r"feed_forward_length \[80, 96\]; it must be one int"),
         ({"block_count": True}, r"block_count True; it must be one int"),
         (
             {"block_count": 4_000_000_000},
@@ -799,6 +799,10 @@ def test_keys_that_ask_for_nothing_are_let_through(tmp_path, llama_file):
         "attention.sliding_window": 0,
         "logit_scale": 1.0,
         "attention.causal": True,
+        "rope.scale_linear": 1.0,
+        "nextn_predict_layers": 0,
+        "rope.freq_base": int(CONFIG.rope_theta),
+        "attention.head_count_kv": [CONFIG.num_kv_heads] * CONFIG.num_layers,
     }
     changes |= {"vocab_size": 96, "tensor_data_layout": "Meta AI original pth"}
     path = edited(

@@ -32,6 +32,7 @@ from jllama.checkpoints.huggingface import (
     recognizes,
     write,
 )
+from jllama.checkpoints.registry import convert, load
 from jllama.checkpoints.tensors import Checkpoint, TensorsOfParams, load_params, size_bytes
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
@@ -528,9 +529,9 @@ def test_yarn_reads_as_transformers_does(attention, tmp_path):
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"hidden_act": "gelu"}, 'hidden_act "gelu"'),
         ({"pretraining_tp": 2, "attention_dropout": 0.1, "use_cache": False}, None),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "'longrope'"),
-        ({"rope_scaling": {"type": "su"}}, "'su'"),
-        ({"rope_scaling": {"rope_type": ["linear"]}}, "['linear']"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, '"longrope"'),
+        ({"rope_scaling": {"type": "su"}}, '"su"'),
+        ({"rope_scaling": {"rope_type": ["linear"]}}, '["linear"]'),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 8.0, "beta_fast": 2}}, "beta_fast"),
         ({"rope_scaling": {"rope_type": "default", "factor": 8.0}}, "type is 'default'"),
@@ -917,6 +918,69 @@ def test_an_index_that_differs_from_its_shards_is_refused(sharded):
     file = sharded / shards[norm]
     file.write_bytes(file.read_bytes()[:-1])
     assert str(file) in message(read, sharded)
+
+
+def test_an_index_may_name_a_tied_head_that_no_shard_has(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface, "MAX_SHARD_BYTES", 200)
+    folder = written(tmp_path / "tied", opened(TIED))
+    index = "model.safetensors.index.json"
+    shards = places(folder)
+    change(folder, index, weight_map=shards | {"lm_head.weight": shards[EMBED]})
+    assert_same_bits(load_params(read(folder)), random_params(TIED, 1))
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "language_model."])
+def test_a_prefix_of_all_names_is_named(tiny, prefix):
+    rewrite(tiny, lambda tensors: {prefix + name: array for name, array in tensors.items()})
+    assert f"remove {prefix} from the names of its tensors" in message(read, tiny)
+
+
+def test_a_classifier_is_named(tiny):
+    def with_score(tensors):
+        tensors["score.weight"] = tensors.pop("lm_head.weight")
+        return tensors
+
+    rewrite(tiny, with_score)
+    assert "with score.weight it is a classifier" in message(read, tiny)
+
+
+@pytest.mark.parametrize("rope_type", ["mrope", "longrope", "su"])
+def test_a_type_of_rope_that_llama_has_not_is_named(tiny, rope_type):
+    scaling = {"type": rope_type, "mrope_section": [2, 3, 3], "long_factor": [2.0]}
+    change(tiny, rope_scaling=scaling, rope_parameters=...)
+    text = message(read, tiny)
+    assert f'RoPE of type "{rope_type}"' in text
+    assert "have only default, linear" in text
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"],
+)
+def test_a_pointer_of_git_lfs_is_named(tiny, file):
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 134\n"
+    (tiny / file).write_text(pointer)
+    assert f"{file} is a pointer of Git LFS: run git lfs pull" in message(load, tiny)
+
+
+@pytest.mark.parametrize("file", ["model.gguf", "tokenizer.model"])
+def test_a_pointer_in_other_formats_is_named(tiny, file, tmp_path):
+    path = tmp_path / file if file == "model.gguf" else tiny / file
+    path.write_text("version https://git-lfs.github.com/spec/v1\n")
+    given = path if file == "model.gguf" else tiny
+    assert f"{file} is a pointer of Git LFS" in message(load, given)
+
+
+def test_what_a_conversion_leaves_behind_is_said(tiny, tmp_path, capsys):
+    convert(tiny, tmp_path / "plain", to="hf")
+    assert "note" not in capsys.readouterr().err
+    (tiny / "generation_config.json").write_text(
+        '{"temperature": 0.6, "top_p": 0.9, "top_k": null}'
+    )
+    (tiny / "tokenizer_config.json").write_text('{"pad_token": "<pad>"}')
+    convert(tiny, tmp_path / "again", to="hf")
+    said = f"note: {tmp_path / 'again'} will not have {tiny}'s temperature, top_p, pad_token\n"
+    assert said in capsys.readouterr().err
 
 
 # What goes with the weights.

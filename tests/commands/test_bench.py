@@ -3,7 +3,6 @@ business.
 """
 
 import dataclasses
-import importlib.util
 import json
 import re
 import signal
@@ -20,10 +19,11 @@ from jllama.commands import bench, cli
 from jllama.config import LlamaConfig
 from jllama.language_model import LanguageModel
 from jllama.parameters import training_flops_per_token
+from jllama.rewards.worker import import_file
 from jllama.tokenizers import BytesTokenizer
 from jllama.verify.checks import random_params
 
-ROOT = Path(__file__).parents[2]
+CONTESTANTS = Path(__file__).parents[2] / "benchmarks" / "contestants"
 SMALL = LlamaConfig(vocab_size=259, num_layers=1, embed_dim=32, num_heads=2, max_seq_len=256)
 SHAPE = [
     "--model.num_layers=1",
@@ -37,11 +37,7 @@ FEW = ["--prompt_tokens", "16", "--new_tokens", "4", "--repeats", "1"]
 
 @pytest.fixture(scope="module")
 def contestant():
-    path = ROOT / "benchmarks" / "contestants" / "contestant.py"
-    spec = importlib.util.spec_from_file_location("contestant", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return import_file(str(CONTESTANTS / "contestant.py"))
 
 
 @pytest.fixture(scope="module")
@@ -180,11 +176,12 @@ def test_training_on_a_gpu_says_its_share_of_the_published_rate_and_its_memory()
         "jllama": {"median_s": 4 * 4096 / 40_600, "peak_bytes": int(31.4 * 2**30)},
         "transformers": {"median_s": 4 * 4096 / 40_800, "peak_bytes": int(71.5 * 2**30)},
     }
-    told = bench.accelerator_facts(rows, {**facts, "planned_bytes": 31.4 * 2**30})
+    turns = import_file(str(CONTESTANTS / "turns.py"))
+    told = turns.accelerator_facts(rows, {**facts, "planned_bytes": 31.4 * 2**30})
     assert told["mfu"] == "MFU: jllama 37.0% (33.7% causal), transformers 37.2% (33.9% causal)"
     peaks = "jllama 31.40 GiB, transformers 71.50 GiB"
     assert told["memory"] == f"peak memory: {peaks}; planned for jllama 31.40 GiB"
-    assert bench.accelerator_facts({"jllama": {"median_s": 1.0, "peak_bytes": None}}, {}) == {}
+    assert turns.accelerator_facts({"jllama": {"median_s": 1.0, "peak_bytes": None}}, {}) == {}
 
 
 @pytest.mark.parametrize(

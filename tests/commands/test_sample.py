@@ -424,7 +424,7 @@ def test_bad_lines_are_reported_and_the_rest_goes_on(complete_file, tmp_path):
             "the stop_ids have token 999; the ids run from 0 to 258",
         ),
         (b'{"prompt": "a", "logit_bias": {"x": 1}}', "logit_bias is "),
-        (b'{"prompt": "' + b"x" * 40 + b'"}', "exceed the model's context of 32"),
+        (b'{"prompt": "' + b"x" * 40 + b'"}', "exceed the context of 32"),
         (b'{"prompt": "\xff"}', "it is not JSON"),
         (b'{"prompt": "a", "id": 7, "top_k": 3000000000}', "top_k is 3000000000; it must be"),
         (

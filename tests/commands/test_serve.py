@@ -193,7 +193,6 @@ def test_a_server_stopped_while_it_loads(serve):
         ("base --port 70000", 2, "port is 70000; it must be between 0 and 65,535"),
         ("base --host nowhere.invalid", 1, "cannot listen on port"),
         ("base --slots 0", 2, "slots is 0; it must be at least 1"),
-        ("base --replay 2", 2, "replay is 2.0; it must be between 0 and 1"),
         ("base --max_body_bytes 0", 2, "max_body_bytes is 0; it must be over 0"),
         ("base --drain_s nan", 2, "drain_s is 'nan'; it must be a finite number"),
         ("base --default.top_p 0", 2, "top_p is 0.0; it must be over 0 and at most 1"),

@@ -248,12 +248,20 @@ def test_a_page_for_several_runs(workshop, small_run, tmp_path, capsys, monkeypa
         (tmp_path / name).mkdir()
         for file in ("config.yaml", "metrics.jsonl", "samples.jsonl"):
             (tmp_path / name / file).write_bytes((small_run.folder / file).read_bytes())
+    config = yaml.safe_load((tmp_path / "one" / "config.yaml").read_text())
+    config["model"]["norm_placement"] = "after"
+    (tmp_path / "one" / "config.yaml").write_text(yaml.safe_dump(config))
     monkeypatch.chdir(tmp_path)
     assert cli.run("report", ["one", "two <b>"]) == 0
     page = (tmp_path / "report.html").read_text()
     assert page.count("<svg") == 4
     assert "<th>one<th>two &lt;b&gt;" in page
     assert page.count("ms a step") == 2
+    row = re.search(r"<tr><t[hd]>model.norm_placement<td>(\w+)<td>(\w+)", page)
+    assert row.groups() == ("after", "before")
+    assert "optimizer.learning_rate" not in page  # both have the same
+    assert capsys.readouterr().err == "wrote report.html\n"
+    (tmp_path / "one" / "config.yaml").write_bytes((small_run.folder / "config.yaml").read_bytes())
     assert "<b>two" not in page
     assert cli.run("report", ["one", "--output", "other.html"]) == 0
     assert cli.run("report", ["one"]) == 0

@@ -373,15 +373,15 @@ def request(**changed):
         ),
         (
             request(content=[1] * CONTEXT, max_new_tokens=1),
-            "exceed the model's context of 64: shorten the prompt$",
+            "exceed the context of 64: shorten the prompt$",
         ),
         (
             request(content=[1] * (CONTEXT + 1), max_new_tokens=0),
-            "exceed the model's context of 64: shorten the prompt$",
+            "exceed the context of 64: shorten the prompt$",
         ),
         (
             request(content=[1] * CONTEXT, max_new_tokens=None),
-            "exceed the model's context of 64: shorten the prompt$",
+            "exceed the context of 64: shorten the prompt$",
         ),
         (request(content=[]), "a prompt has no tokens"),
         (request(max_new_tokens=-1), "max_new_tokens is -1; it must not be negative"),

@@ -336,7 +336,7 @@ def test_after_warming_up_nothing_compiles(caplog):
         assert compilations() == []
     with pytest.raises(
         UsageError,
-        match="the prompt's 250 tokens and 20 new ones exceed the model's context of 256",
+        match="the prompt's 250 tokens and 20 new ones exceed the context of 256",
     ):
         warm_up(model, [16, 250], max_new_tokens=20)
 
@@ -575,5 +575,5 @@ def test_what_cannot_be_done_is_refused():
     for content in (["a", "b"], [1.5], [[1], [2]], None):  # the types are checked before, in tests
         with pytest.raises(UsageError, match=r"it must be text, token ids or a Prompt$"):
             inspect.unwrap(encode_prompt)(MODEL, types.SimpleNamespace(content=content, stop=()))
-    with pytest.raises(UsageError, match="exceed the model's context of 64"):
+    with pytest.raises(UsageError, match="exceed the context of 64"):
         list(stream(MODEL, "a", max_new_tokens=100))

@@ -5,7 +5,6 @@ The same bits alone and in company; what is refused.
 
 import base64
 import concurrent.futures
-import time
 
 import numpy as np
 import openai
@@ -15,8 +14,7 @@ from starlette.testclient import TestClient
 
 from jllama.model import build_model
 from jllama.serve.app import make_app
-from jllama.serve.config import EngineConfig, HttpConfig
-from jllama.serve.engine import EngineThread
+from jllama.serve.config import HttpConfig
 
 EMBEDDINGS = "/v1/embeddings"
 LENGTHS = [1, 2, 17, 255, 256, 257, 600, 1024]
@@ -103,32 +101,6 @@ def test_company_changes_no_bit(http):
         again = [pool.submit(vectors, http, IDS[length]) for length in LENGTHS]
         assert [each.result()[0].tobytes() for each in again] == list(alone.values())
         assert {each.result() for each in others} == {200}
-
-
-def test_they_are_made_again_to_be_compared():
-    """The check of answers in idle slots covers them."""
-    engine = EngineThread({"small": served()}, EngineConfig(slots=3, queue=16, replay=1.0))
-    engine.start()
-    http = TestClient(make_app(engine, HttpConfig()))
-    before = http.get(
-        "/metrics"
-    ).text  # of all servers of this process: another test plants a mismatch
-    vectors(http, ["a", "b"])
-    while total(http.get("/metrics").text, "replayed") < total(before, "replayed") + 2:
-        time.sleep(0.01)
-    assert total(http.get("/metrics").text, "replay_mismatches") == total(
-        before, "replay_mismatches"
-    )
-    engine.close()
-
-
-def total(page, name):
-    (line,) = [
-        line
-        for line in page.splitlines()
-        if line.startswith(f"jllama_{name}") and "_total " in line
-    ]
-    return float(line.split()[1])
 
 
 @pytest.mark.parametrize(

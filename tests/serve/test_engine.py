@@ -1,7 +1,6 @@
 """The engine: answers do not depend on company, cache, slot or restart, and nothing is lost."""
 
 import dataclasses
-import threading
 import time
 
 import jax
@@ -24,6 +23,7 @@ from jllama.grammar import Grammar
 from jllama.serve import metrics
 from jllama.serve.config import EngineConfig
 from jllama.serve.engine import CHUNK, EngineThread
+from jllama.serve.protocol import Continuation, make_job
 from jllama.serve.requests import Busy, Failure
 from jllama.verify.checks import random_params
 
@@ -275,10 +275,10 @@ def test_the_context_ends_an_answer(engine):
         completion.ids
         == Asked(engine, request_of("abcdefghij", 29, banned_ids=(2,))).answer().completion.ids
     )
-    with pytest.raises(
-        UsageError, match="11 tokens and 30 new ones exceed the context of 40 tokens"
-    ):
+    with pytest.raises(UsageError, match="11 tokens and 30 new ones exceed the context of 40"):
         short.check(request_of("abcdefghij", 30))
+    with pytest.raises(UsageError, match=r"exceed the context of 40: shorten .* at most 29$"):
+        make_job(short, Continuation(prompt=[1] * 11, max_tokens=500))
     short.close()
 
 
@@ -445,51 +445,10 @@ def test_what_is_said_to_be_reserved_is(slots, context):
     assert all(leaf.shape[2] >= context for leaf in leaves)
 
 
-@pytest.mark.parametrize("field", ["slots", "prefill_budget", "replay", "queue", "context"])
+@pytest.mark.parametrize("field", ["slots", "prefill_budget", "queue", "context"])
 def test_sizes_that_mean_nothing_are_refused(field):
     with pytest.raises(UsageError, match=field):
         EngineConfig(**{field: -1})
-
-
-# Replay
-
-
-def test_a_share_of_answers_is_generated_again_and_compared(monkeypatch, requests, capfd):
-    engine = started({"small": served()}, replay=1.0)
-    count = metrics.REPLAYED._value.get(), metrics.MISMATCHES._value.get()
-    alone(engine, requests[:6])
-    wait_for(lambda: metrics.REPLAYED._value.get() >= count[0] + 6)
-    assert metrics.MISMATCHES._value.get() == count[1]
-    right = steps.prefill_chunk
-    answered = threading.Event()
-
-    def prefill_chunk(*inputs):
-        hidden, cache = right(*inputs)
-        if answered.is_set():
-            cache = cache._replace(values=tuple(values * 1.01 for values in cache.values))
-        return hidden, cache
-
-    monkeypatch.setattr(steps, "prefill_chunk", prefill_chunk)
-    engine.submit(requests[6], lambda event: answered.set() if isinstance(event, Answer) else None)
-    wait_for(lambda: metrics.REPLAYED._value.get() >= count[0] + 7)
-    assert metrics.MISMATCHES._value.get() == count[1] + 1
-    assert "came out otherwise" in capfd.readouterr().err
-    engine.close()
-
-
-def test_who_waits_comes_before_what_is_made_again():
-    engine = started({"small": served()}, replay=1.0)
-    again, long = metrics.REPLAYED._value.get(), request_of("abc", 400, banned_ids=(2,))
-    asked = [Asked(engine, long) for _ in range(3)]
-    expected = [each.answer() for each in asked]
-    wait_for(
-        lambda: sum(bool(one.replayed) for one in [*engine._active.values()]) == 3
-    )  # all are made again
-    assert Asked(engine, request_of("abc", 2)).answer().completion.new_tokens == 2
-    assert metrics.REPLAYED._value.get() < again + 3
-    wait_for(lambda: metrics.REPLAYED._value.get() >= again + 4)
-    assert expected[0] == expected[1] == expected[2]
-    engine.close()
 
 
 def test_metrics_count_what_was_served(engine):

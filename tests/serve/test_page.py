@@ -1008,7 +1008,7 @@ def test_with_the_server_itself(person, real):
     one.page.get_by_role("spinbutton", name="Max tokens").fill("5000")
     one.page.keyboard.press("Escape")
     one.ask("And then?")
-    expect(one.answers.last).to_contain_text("exceed the model's context of 1024")
+    expect(one.answers.last).to_contain_text("exceed the context of 1024")
     one.page.get_by_role("button", name="Settings").click()
     one.page.get_by_role("spinbutton", name="Max tokens").fill("400")
     one.page.get_by_role("spinbutton", name="Temperature").fill("0")

@@ -337,7 +337,7 @@ def test_items_become_messages():
             {"max_output_tokens": -1},
             "max_output_tokens is -1; it must be 0 or more: leave it out to go on",
         ),
-        ({"max_output_tokens": 5000}, "exceed the model's context"),
+        ({"max_output_tokens": 5000}, "exceed the context"),
         ({"max_tokens": 5}, "there is no field max_tokens; did you mean max_output_tokens?"),
         ({"text": {"format": {"type": "xml"}}}, 'response_format must be {"type": "text"}'),
         (

@@ -1,5 +1,6 @@
 """Other programs held against the oracle: right ones pass, and each planted mistake is named."""
 
+import dataclasses
 import functools
 import re
 
@@ -22,6 +23,7 @@ from peer_server import (
 
 import jllama
 from jllama import oracle
+from jllama.capture import activations
 from jllama.errors import JllamaError, UsageError
 from jllama.templates.messages import TEMPLATES
 from jllama.verify import probes
@@ -29,7 +31,7 @@ from jllama.verify.checks import random_params
 from jllama.verify.conformance import VARIANTS, small, weights
 from jllama.verify.judge import Evidence, judge
 from jllama.verify.judge_report import judgment_lines
-from jllama.verify.mistakes import known_mistakes
+from jllama.verify.mistakes import _WRONG_MODELS, known_mistakes
 from jllama.verify.peers import check_server, open_exact
 from jllama.verify.probes import make_rows
 from jllama.verify.rows import Observed
@@ -125,7 +127,8 @@ def test_a_right_server_passes(tied):
     assert found.error < 2e-4
     assert found.kl < 1e-8
     kinds = {kind for kind, *_ in found.groups}
-    assert kinds == {"text", "short", "plain text", "special tokens", "chat", "decode"}
+    assert kinds == {"text", "short", "far", "plain text", "special tokens", "chat", "decode"}
+    assert f"positions 0 to 510 of {TIED.max_seq_len:,}" in found.verdict
     assert all(one.share == 0 for one in found.behaviors)
 
 
@@ -310,6 +313,27 @@ def test_answers_that_change_in_company_are_told(tied):
     assert any(0 < one.share <= 1 and 1e-6 < one.largest < 1e-4 for one in found.behaviors)
 
 
+@pytest.mark.slow
+def test_a_prefix_of_another_prompt_is_told(tied):
+    """A cache that gives the first tokens of the prompt before, whatever it was."""
+    program = Program(open_model(tied))
+    right = program.log_probs
+    first = []
+
+    def log_probs(ids, num_prompt):
+        if len(ids) < 100:
+            return right(ids, num_prompt)
+        first.append(ids[:32])
+        return right([*first[-2:][0], *ids[32:]], num_prompt)
+
+    program.log_probs = log_probs
+    with serving(program.answer) as url:
+        found = check_server(url, open_exact(tied), max_tokens=256, parallel=1)
+    changed = {one.about: one.share for one in found.behaviors}
+    assert changed["after a prompt with another beginning"] > 0.5, changed
+    assert changed["the same request again"] < 0.5, changed
+
+
 def test_a_function_is_checked(tied):
     model = open_model(tied)
 
@@ -339,12 +363,18 @@ def with_penalty(logits, tokens):
     return found
 
 
+def with_top_k(logits, tokens):
+    least = np.sort(logits, axis=1)[:, -8:-7]
+    return np.where(logits < least, -np.inf, logits)
+
+
 SILENT = {
-    "penalty": with_penalty,
-    "soft cap": lambda logits, _: 30 * np.tanh(logits / 30),
-    "temperature": lambda logits, _: logits / 1.01,
+    "a penalty of tokens seen before": with_penalty,
+    "a soft cap of the logits": lambda logits, _: 30 * np.tanh(logits / 30),
+    "a temperature": lambda logits, _: logits / 1.01,
+    "only the likeliest tokens kept (top-k or top-p)": with_top_k,
 }
-"""Mistakes as large as what float16, bfloat16 or 8-bit products allow."""
+"""Changes of right logits; the first three are as small as what float16 or 8-bit products allow."""
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -366,6 +396,79 @@ def test_a_precision_that_nobody_declares_excuses_no_mistake(exact, name):
 
     found = jllama.check_model(program, folder)
     assert not found, found
+    assert f"; with {name} our logits agree with it to" in found.verdict
+
+
+def changed_layers(params, indices):
+    layers = {name: stack[np.array(indices)] for name, stack in params["layers"].items()}
+    return dataclasses.replace(EXACT, num_layers=len(indices)), params | {"layers": layers}
+
+
+def shifted(distance, logits):
+    return np.roll(logits, -distance, axis=0)
+
+
+PLANTED = {
+    **{name: (lambda params, m=model: (m, EXACT, params)) for name, model in _WRONG_MODELS.items()},
+    "layer 0 left out": lambda params: (jllama.model, *changed_layers(params, [1])),
+    "layer 1 run twice": lambda params: (jllama.model, *changed_layers(params, [0, 1, 1])),
+}
+
+
+@pytest.mark.parametrize("exact", ["float32"], indirect=True)
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_wrong_block_is_named(exact, name):
+    folder, params = exact
+    module, config, wrong = PLANTED[name](params)
+    llama = module.build_model(config, wrong)
+    found = jllama.check_model(lambda tokens: llama(tokens[None]), folder)
+    assert f"; with {name} our logits agree with it to" in found.verdict, found
+
+
+@pytest.mark.parametrize("exact", ["float32"], indirect=True)
+def test_shifted_logits_are_named_and_the_context_is_filled(exact):
+    folder, params = exact
+
+    def logits(tokens):
+        return oracle.forward(params, tokens[None], EXACT)[0]
+
+    for distance, name in ((1, "after"), (-1, "before")):
+        found = jllama.check_model(lambda t, d=distance: shifted(d, logits(t)), folder)
+        assert f"; with the logits of the token {name} it our" in found.verdict
+    found = jllama.check_model(logits, folder)
+    assert "positions 0 to 510 of 512)" in found.verdict
+    # Right only as far as prompts reached before.
+    late = lambda tokens: np.concatenate([logits(tokens)[:300], logits(tokens)[300:][::-1]])  # noqa: E731
+    found = jllama.check_model(late, folder)
+    assert not found, found
+    assert "in far (from position 128)" in found.verdict
+
+
+@pytest.mark.parametrize("exact", ["float32"], indirect=True)
+def test_hidden_states_locate_a_mistake_that_has_no_name(exact):
+    folder, params = exact
+    scales = np.random.default_rng(0).uniform(0.2, 2, params["layers"]["wo"].shape[1:])
+    wo = np.array(params["layers"]["wo"])
+    wo[1] *= scales
+    wrong = params | {"layers": params["layers"] | {"wo": wo}}
+    names = ("embedding", "layers/0", "layers/1")
+
+    def program(tokens, weights, with_states=True):
+        logits = oracle.forward(weights, tokens[None], EXACT)[0]
+        states = activations(EXACT, weights, jnp.asarray(tokens)[None], names)
+        return (logits, [states[name] for name in names]) if with_states else logits
+
+    found = jllama.check_model(lambda tokens: program(tokens, wrong), folder)
+    assert found.verdict.endswith("; the first hidden state that differs is layers/1")
+    found = jllama.check_model(lambda tokens: program(tokens, wrong, False), folder)
+    assert found.verdict.endswith(
+        "it may return hidden states, too: then the first wrong layer is named"
+    )
+    head = params | {"final_norm": params["final_norm"] * scales.ravel()[: EXACT.embed_dim]}
+    states = lambda tokens: (program(tokens, head, False), program(tokens, params)[1])  # noqa: E731
+    found = jllama.check_model(states, folder)
+    assert found.verdict.endswith("so look at the final norm and the head")
+    assert jllama.check_model(lambda tokens: program(tokens, params), folder)
 
 
 def test_a_precision_is_an_excuse_if_it_is_declared(exact):
