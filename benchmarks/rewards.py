@@ -2,7 +2,7 @@
 
     python benchmarks/rewards.py
 
-Of each seed, a base of its own is trained by examples/sums.yaml, then learns by configs/grpo.yaml:
+Of each seed, a base of its own is trained by configs/sums.yaml, then learns by configs/grpo.yaml:
 from the reward, from the same reward in exact mode, and from a constant one, which must teach
 nothing. Held-out prompts are answered by sampling and greedily, before and after.
 
@@ -19,10 +19,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, panels, table, write
+from common import panels, table, write
 
 import jllama
 from jllama.data.prompts import prepare_prompts
+from jllama.data.sums import write_sums
 
 KINDS = {
     "the reward": ["--reward", "exact"],
@@ -64,13 +65,9 @@ def shares(checkpoint: Path, prompts: Path) -> dict[str, float]:
 
 def run_seed(folder: Path, seed: int) -> dict[str, Any]:
     """Return the seconds, shares of right answers and curves of one seed."""
-    subprocess.run(
-        [sys.executable, ROOT / "examples" / "sums.py", "my_sums"], cwd=folder, check=True
-    )
+    write_sums(folder / "my_sums")
     prompts = folder / "my_sums" / "prompts.jsonl"
-    base_s = train(
-        folder, ROOT / "examples" / "sums.yaml", "--seed", seed, "--run_dir", "base", "--overwrite"
-    )
+    base_s = train(folder, "sums", "--seed", seed, "--run_dir", "base", "--overwrite")
     result: dict[str, Any] = {"base_s": base_s, "base": shares(folder / "base", prompts)}
     print(seed, "the base", result["base"], flush=True)
     for kind, options in KINDS.items():

@@ -44,12 +44,18 @@ def key_of(*parts: Any) -> str:
 @functools.cache
 def _code() -> list[Any]:
     """Return a hash of jllama's source, and the versions of its libraries."""
+    libraries = ("jax", "jaxlib", "flax", "numpy", "gguf")
+    return [source_hash(), *map(importlib.metadata.version, libraries)]
+
+
+@functools.cache
+def source_hash() -> str:
+    """Return the SHA-256 of jllama's source, names and contents."""
     digest = hashlib.sha256()
     package = Path(__file__).parent
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
-    libraries = ("jax", "jaxlib", "flax", "numpy", "gguf")
-    return [digest.hexdigest(), *map(importlib.metadata.version, libraries)]
+    return digest.hexdigest()
 
 
 def load(kind: str, key: str) -> np.ndarray | None:

@@ -1,10 +1,11 @@
-"""``jllama data``: show which tokens of a chat file a model learns from."""
+"""``jllama data``: show which tokens of a chat file a model learns from, or write a small task."""
 
 import collections
 import dataclasses
 import itertools
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
@@ -12,6 +13,7 @@ from rich.text import Text
 
 from jllama.commands.cli import parse
 from jllama.commands.terminal import CONTROLS
+from jllama.data.sums import write_sums
 from jllama.errors import check_fields, no_tokenizer
 from jllama.progress import progress
 
@@ -23,13 +25,17 @@ if TYPE_CHECKING:
 class DataOptions:
     """Show how training tokenizes a chat file; the tokens that a model learns from are green.
 
+    Or write the sums of docs/rewards.md: texts for a base, and prompts for rewards.
+
     Examples:
         show chat.jsonl --model smollm2/
         show chats/ --model model.gguf --seq_len 512 --json
+        sums my_sums/
 
     Args:
-        action: show, the only action.
-        path: a .jsonl or Parquet file, packed or not, or a folder or a glob of such files.
+        action: show, or sums.
+        path: a .jsonl or Parquet file, packed or not, or a folder or a glob of such files; for
+            sums the folder to write.
         model: the checkpoint to train, in any format. Its tokenizer and chat template are read,
             its weights are not.
         chat_template: a chat template in place of the checkpoint's own: a file, or llama2, llama3,
@@ -41,9 +47,9 @@ class DataOptions:
         json: print JSON: an object for each conversation that is shown, and one with the totals.
     """
 
-    action: Literal["show"]
+    action: Literal["show", "sums"]
     path: str
-    model: str
+    model: str = ""
     chat_template: str = ""
     fields: dict[str, str] = dataclasses.field(default_factory=dict)
     count: int = 3
@@ -52,11 +58,16 @@ class DataOptions:
 
     def __post_init__(self) -> None:
         check_fields(self, "", "count seq_len", lambda value: value >= 0, "0 or more")
+        if self.action == "show":
+            check_fields(self, "", "model", bool, "the checkpoint to train")
 
 
 def main(argv: list[str], prog: str) -> int:
     """Tokenize every conversation as training does, show some, and count the tokens of all."""
     options = parse(DataOptions, argv, prog, ("action", "path"))
+    if options.action == "sums":
+        write_sums(Path(options.path))
+        return 0
     from jllama.checkpoints.registry import open_checkpoint
     from jllama.data.chats import TOO_LONG_NOTE, read_records, record_tokens
     from jllama.data.corpus import Findings, corpus_files

@@ -1,6 +1,5 @@
 """A run's ``receipt.json``: what is needed to compute its steps again, and to compare them."""
 
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -10,6 +9,7 @@ from pathlib import Path
 import jax
 
 import jllama
+from jllama.cache import source_hash
 from jllama.checkpoints.receipt import RECEIPT, read_receipt
 from jllama.devices import describe_devices, describe_driver
 from jllama.distributed import process_index
@@ -23,11 +23,8 @@ _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
 
 def describe_session(mesh: jax.sharding.Mesh) -> Json:
     """Return what a session ran on: code, versions, device and flags."""
-    source = hashlib.sha256()
-    for path in sorted(Path(jllama.__file__).parent.rglob("*.py")):
-        source.update(path.read_bytes())
     return {
-        "code": {"version": jllama.__version__, "sha256": source.hexdigest()},
+        "code": {"version": jllama.__version__, "sha256": source_hash()},
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
         "device": describe_devices(mesh),

@@ -315,7 +315,7 @@ def test_lines_that_are_refused_as_users_see_it(place, tmp_path):
     ("arguments", "code", "said"),
     [
         (["shw", "chat.jsonl", "--model", "model"], 2, "action is 'shw'; it must be one of show"),
-        (["show", "chat.jsonl"], 2, "model is missing; usage: "),
+        (["show", "chat.jsonl"], 2, "model is empty; it must be the checkpoint to train"),
         (
             ["show", "chat.jsonl", "--model", "model", "--count", "-1"],
             2,
@@ -341,3 +341,21 @@ def test_mistakes(place, monkeypatch, capsys, arguments, code, said):
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert said in err
+
+
+def test_sums_are_written_for_a_base_and_for_rewards(tmp_path):
+    assert cli.run("data", ["sums", str(tmp_path / "sums")]) == 0
+    prompts, texts = (
+        [json.loads(line) for line in (tmp_path / "sums" / name).read_text().splitlines()]
+        for name in ("prompts.jsonl", "texts.jsonl")
+    )
+    right = {row["prompt"]: row["answer"] for row in prompts}
+    assert all(f"<{sum(map(int, text[:-1].split('+')))}>" == right[text] for text in right)
+    seen = [row["text"].partition("=")[0] + "=" for row in texts]
+    assert len(right) == 500
+    assert not right.keys() & {*seen}
+    num_right = 0
+    for row in texts:
+        question, _, answer = row["text"].partition("=")
+        num_right += answer == f"<{sum(map(int, question.split('+')))}>"
+    assert 0.21 < num_right / len(texts) < 0.235  # two of nine

@@ -4,7 +4,6 @@ killed run resumes with the same answers and weights; the demonstration learns.
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -209,10 +208,9 @@ def test_ctrl_c_ends_the_processes_of_rewards(folder):
 @pytest.mark.slow
 def test_the_demonstration_learns_from_rewards_alone(tmp_path):
     """As docs/rewards.md has it, in fewer steps: from under 40 % right to over 80 %, held out."""
-    shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    subprocess.run([sys.executable, "examples/sums.py", "my_sums/"], cwd=tmp_path, check=True)
+    assert cli.run("data", ["sums", str(tmp_path / "my_sums")]) == 0
     fewer = ["--training.steps", "900", "--training.eval_every", "900"]
-    finish(start(tmp_path, "examples/sums.yaml", *fewer))
+    finish(start(tmp_path, "sums", *fewer))
     finish(start(tmp_path, "grpo", "--training.steps", "80", "--training.eval_every", "80"))
     run = tmp_path / "runs" / "grpo"
     records = rewarded.lines(run, "reward")
