@@ -91,7 +91,11 @@ def main(argv: list[str], prog: str) -> int:
     model = jllama.preset(options.preset) if options.preset else options.model
     seq_len = options.seq_len or options.training.seq_len or model.max_seq_len
     model = dataclasses.replace(model, max_seq_len=max(seq_len, model.max_seq_len))
-    mesh = make_mesh(options.mesh, topology_devices(topology)[1]).shape
+    devices = topology_devices(topology)[1]
+    is_estimate = devices[0].platform == "cpu"
+    if is_estimate and options.search:
+        raise UsageError("search compares speeds, for which the packages are needed")
+    mesh = make_mesh(options.mesh, devices).shape
     batch_size = options.batch_size
     if not batch_size:
         shards = mesh["data"] * mesh["fsdp"]
@@ -121,7 +125,8 @@ def main(argv: list[str], prog: str) -> int:
         print(json.dumps(receipt.as_dict()))
     else:
         title = f"{receipt.device}, {describe(receipt.mesh, receipt.settings)}"
-        console.print("\n".join(_lines(receipt, title, options.decode, options.tokens)))
+        tokens = 0 if is_estimate else options.tokens
+        console.print("\n".join(_lines(receipt, title, options.decode, tokens)))
     return 0 if receipt.fits else 1
 
 
@@ -130,9 +135,9 @@ def _lines(receipt: "Receipt", title: str, decode: bool, tokens: float) -> Itera
     spare = (receipt.device_memory_bytes - receipt.max_bytes) / _GIB
     verdict = f"fits, {spare:.2f} GiB to spare"
     rows = _memory_rows(receipt, decode)
-    if receipt.fits:
+    if receipt.fits and tokens:
         rows |= _speed_rows(receipt, decode, tokens)
-    else:
+    if not receipt.fits:
         verdict = f"does not fit: {-spare:.2f} GiB too much"
     yield f"{title}: {verdict}"
     yield from (f"  {name:41}{value}" for name, value in rows.items())

@@ -1,12 +1,16 @@
 """Topologies of absent accelerators: devices that programs can be compiled for, but not run on."""
 
+import functools
 import importlib.metadata
 import itertools
 import math
 import os
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+import jax
 
 from jllama.devices import ACCELERATORS, Accelerator
 from jllama.errors import UsageError, unknown_name
@@ -50,14 +54,17 @@ of 4,096 tokens with eight documents each.
 """
 
 
+@functools.cache
 def topology_devices(topology: str) -> tuple[Accelerator, list[Any]]:
     """Return the kind of accelerator and the devices of a topology.
+
+    Without the packages that compile for it, as many CPU devices stand for it, which is said.
 
     Args:
         topology: such as ``v5p:4x4x4``, a slice by its sides, or ``h100:512``, in nodes of eight.
 
     Raises:
-        UsageError: there is no such topology, or the packages that compile for it are missing.
+        UsageError: there is no such topology.
     """
     from jax.experimental import topologies
 
@@ -81,15 +88,23 @@ def topology_devices(topology: str) -> tuple[Accelerator, list[Any]]:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     options: dict[str, Any]
+    packages = ("GPUs", "cuda", "jax-cuda13-plugin", "jax-cuda12-plugin")
+    try:
+        _check_packages(*(("TPUs", "plan-tpu", "libtpu") if is_tpu else packages))
+    except UsageError as error:
+        print(
+            f"note: {error}; until then the step is compiled for CPUs, and its memory an estimate",
+            file=sys.stderr,
+        )
+        jax.config.update("jax_num_cpu_devices", count)
+        return accelerator, jax.devices("cpu")
     if is_tpu:
-        _check_packages("TPUs", "plan-tpu", "libtpu")
         options = {"platform": "tpu", "topology_name": f"{kind}:{shape}"}
         if kind == "v4":
             options["chip_config_name"] = "megacore"
         if count == 1:
             options["chips_per_host_bounds"] = [1, 1, 1]
     else:
-        _check_packages("GPUs", "cuda", "jax-cuda13-plugin", "jax-cuda12-plugin")
         options = {
             "platform": "cuda",
             "topology": f"1x{max(1, count // node)}x{min(count, node)}",

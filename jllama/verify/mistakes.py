@@ -40,10 +40,6 @@ _MADE_BY_SERVER: dict[str, Callable[[Row], bool]] = {
 }
 
 
-def _gelu_gate(approximate: bool, gate: Array, up: Array) -> Array:
-    return jax.nn.gelu(gate, approximate) * up
-
-
 def _normalized_residual(layer: Any, x: Array, inputs: Any, cached: Any = None) -> tuple:
     """Add what a branch computes to its normalized input."""
     x = layer.normalize(x, "attn_norm")
@@ -65,8 +61,8 @@ def _without_final_norm() -> types.ModuleType:
 
 
 _WRONG_MODELS = {
-    "GELU, not SiLU": model_with(silu_gate=functools.partial(_gelu_gate, False)),
-    "GELU by tanh, not SiLU": model_with(silu_gate=functools.partial(_gelu_gate, True)),
+    "GELU, not SiLU": model_with(silu_gate=lambda gate, up: jax.nn.gelu(gate, False) * up),
+    "GELU by tanh, not SiLU": model_with(silu_gate=lambda gate, up: jax.nn.gelu(gate) * up),
     "gate and up exchanged": model_with(silu_gate=lambda gate, up: F.silu_gate(up, gate)),
     "residuals of normalized inputs": model_with_layer(_normalized_residual),
     "attention and MLP side by side": model_with_layer(_parallel_branches),
