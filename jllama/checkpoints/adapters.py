@@ -195,12 +195,10 @@ def _read(stored: Mapping[str, FileTensor], file_format: NamedFormat, adapter: A
     if not lora.dora:
         # A matrix without a tensor is not adapted: zeros add nothing to it.
         present = {layout[name].key.rpartition("/")[0] for name in stored if name in layout}
-        absent = {
-            name: np.zeros(entry.shape, _F32)
-            for name, entry in layout.items()
-            if entry.key.rpartition("/")[0] not in present
-        }
-        stored = {**stored, **absent}
+        stored = dict(stored)
+        for name, entry in layout.items():
+            if entry.key.rpartition("/")[0] not in present:
+                stored[name] = np.zeros(entry.shape, _F32)
     shapes = {name: list(tensor.shape) for name, tensor in stored.items()}
     problems = differences(shapes, {name: entry.shape for name, entry in layout.items()})
     if problems:

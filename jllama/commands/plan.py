@@ -92,9 +92,8 @@ def main(argv: list[str], prog: str) -> int:
     seq_len = options.seq_len or options.training.seq_len or model.max_seq_len
     model = dataclasses.replace(model, max_seq_len=max(seq_len, model.max_seq_len))
     devices = topology_devices(topology)[1]
-    is_estimate = devices[0].platform == "cpu"
-    if is_estimate and options.search:
-        raise UsageError("search compares speeds, for which the packages are needed")
+    if devices[0].platform == "cpu" and (options.search or options.decode):
+        raise UsageError("search and decode need the packages: only training has a formula")
     mesh = make_mesh(options.mesh, devices).shape
     batch_size = options.batch_size
     if not batch_size:
@@ -125,8 +124,7 @@ def main(argv: list[str], prog: str) -> int:
         print(json.dumps(receipt.as_dict()))
     else:
         title = f"{receipt.device}, {describe(receipt.mesh, receipt.settings)}"
-        tokens = 0 if is_estimate else options.tokens
-        console.print("\n".join(_lines(receipt, title, options.decode, tokens)))
+        console.print("\n".join(_lines(receipt, title, options.decode, options.tokens)))
     return 0 if receipt.fits else 1
 
 
@@ -135,9 +133,9 @@ def _lines(receipt: "Receipt", title: str, decode: bool, tokens: float) -> Itera
     spare = (receipt.device_memory_bytes - receipt.max_bytes) / _GIB
     verdict = f"fits, {spare:.2f} GiB to spare"
     rows = _memory_rows(receipt, decode)
-    if receipt.fits and tokens:
+    if receipt.fits and receipt.traffic_bytes:  # nothing was compiled without
         rows |= _speed_rows(receipt, decode, tokens)
-    if not receipt.fits:
+    elif not receipt.fits:
         verdict = f"does not fit: {-spare:.2f} GiB too much"
     yield f"{title}: {verdict}"
     yield from (f"  {name:41}{value}" for name, value in rows.items())

@@ -58,7 +58,7 @@ of 4,096 tokens with eight documents each.
 def topology_devices(topology: str) -> tuple[Accelerator, list[Any]]:
     """Return the kind of accelerator and the devices of a topology.
 
-    Without the packages that compile for it, as many CPU devices stand for it, which is said.
+    Without the packages that compile for it, as many CPU devices take its place, and that is said.
 
     Args:
         topology: such as ``v5p:4x4x4``, a slice by its sides, or ``h100:512``, in nodes of eight.
@@ -89,11 +89,14 @@ def topology_devices(topology: str) -> tuple[Accelerator, list[Any]]:
         os.environ.setdefault(name, value)
     options: dict[str, Any]
     packages = ("GPUs", "cuda", "jax-cuda13-plugin", "jax-cuda12-plugin")
+    if is_tpu:
+        packages = ("TPUs", "plan-tpu", "libtpu")
     try:
-        _check_packages(*(("TPUs", "plan-tpu", "libtpu") if is_tpu else packages))
+        _check_packages(*packages)
     except UsageError as error:
         print(
-            f"note: {error}; until then the step is compiled for CPUs, and its memory an estimate",
+            f"note: {error}; until then its memory is by formula, at least what is stored, and its "
+            "speed unknown",
             file=sys.stderr,
         )
         jax.config.update("jax_num_cpu_devices", count)

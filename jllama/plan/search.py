@@ -169,7 +169,6 @@ def _by_formula(
     options = config.training
     weights = count_parameters(model) / mesh.tensor
     tokens = rows * seq_len / mesh.sequence
-    heads = model.num_heads * model.head_dim / mesh.tensor
     kv_heads = model.num_kv_heads * model.head_dim / mesh.tensor
     reduce_bytes = jnp.dtype(options.reduce_dtype).itemsize
     layer_bytes = options.accumulation * model.num_layers * 2  # in bfloat16
@@ -189,15 +188,10 @@ def _by_formula(
         near = min(size, max(1, accelerator.node // stride))
         seconds += interconnect_s(accelerator, size, near, received[name] * (size - 1) / size)
         stride *= size
-    stored = model.embed_dim
     if options.remat == "offload":
         # To the host and back, at about the rate of a network card.
-        seconds += 2 * layer_bytes * tokens * stored / accelerator.network
-        stored = 0
-    if options.remat in ("none", "dots"):
-        stored += 2 * model.embed_dim + heads + 2 * kv_heads + 2 * model.mlp_dim / mesh.tensor
+        seconds += 2 * layer_bytes * tokens * model.embed_dim / accelerator.network
     moment_bytes = jnp.dtype(config.optimizer.moment_dtype).itemsize
     num_moments = {"adamw": 2, "muon": 1, "lion": 1}.get(config.optimizer.name, 0)
     weight_bytes = 4 + num_moments * moment_bytes + reduce_bytes
-    activation_bytes = 2 * model.num_layers * tokens * stored
-    return seconds, weight_bytes * weights / mesh.fsdp + activation_bytes
+    return seconds, weight_bytes * weights / mesh.fsdp + stored_bytes(config, rows)

@@ -10,7 +10,8 @@ import numpy as np
 
 from jllama.language_model import LanguageModel
 from jllama.parameters import Params
-from jllama.verify.mistakes import Mistake, known_mistakes
+from jllama.verify.mistakes import known_mistakes
+from jllama.verify.mutations import Mistake
 from jllama.verify.precisions import PRECISIONS, WITHOUT_QUANTIZATION
 from jllama.verify.probes import Behavior
 from jllama.verify.rows import Observed, differences, predict, split_places
@@ -139,6 +140,7 @@ def judge(
     exact = predict(model.config, params, rows, observed, with_oracle=True)
     gaps = differences(observed, exact)
     errors = group_errors(observed, gaps)
+    error = _rms(gaps)
 
     # 2) What rounding allows: by the precision that fits best, of those that allow the most.
     fits: list[tuple[int, float, str, Errors]] = []
@@ -176,22 +178,21 @@ def judge(
                 mistakes.append(explained)
         for about, share in changed_logits(observed, exact, gaps):
             score = share * _score(errors, allowed)
-            mistakes.append(Explained(about, share * _rms(gaps), score, ""))
+            mistakes.append(Explained(about, share * error, score, ""))
         mistakes.sort(key=operator.attrgetter("score"))
     named = [one for one in mistakes if one.score < EXPLAINS * _score(errors, allowed)]
     named = [one for one in named if one.score <= EQUAL * named[0].score]
 
     # 4) The verdict.
     passed = not over and all(one.precision == name for one in named[:1])
-    last = max(max(row.places) for row in rows)
-    size = f"{_rms(gaps):.1e} nats, positions 0 to {last:,} of {model.config.max_seq_len:,}"
     if passed:
-        about = PRECISIONS[name].about
-        verdict = f"PASS: {evidence.peer} computes this checkpoint as {about} does ({size})"
+        last = max(max(row.places) for row in rows)
+        verdict = f"PASS: {evidence.peer} computes this checkpoint as {PRECISIONS[name].about} does"
+        verdict += f" ({error:.1e} nats, positions 0 to {last:,} of {model.config.max_seq_len:,})"
         if name != names[0]:
             verdict += f"; as {names[0]} it would fail"
     else:
-        verdict = f"FAIL: {evidence.peer} differs by {_rms(gaps):.1e} nats{_places(over)}"
+        verdict = f"FAIL: {evidence.peer} differs by {error:.1e} nats{_places(over)}"
         verdict += f", held against {' and '.join(names)} (--precision takes another)"
         verdict += _explanation(named, len(mistakes))
     return Judgment(
@@ -200,7 +201,7 @@ def judge(
         verdict=verdict,
         passed=passed,
         precision=name,
-        error=_rms(gaps),
+        error=error,
         kl=_mean_kl(observed, exact),
         groups=[(*group, error, allowed[group]) for group, error in errors.items()],
         mistakes=mistakes[:_SHOWN],

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jllama.parameters import Params
 from jllama.rope_scaling import LinearScaling
 from jllama.templates.messages import TEMPLATES, message_ids
 from jllama.verify.checkpoint import shown
-from jllama.verify.mutations import MUTATIONS, model_with, model_with_layer
+from jllama.verify.mutations import MUTATIONS, Mistake, model_with, model_with_layer
 from jllama.verify.precisions import WEIGHTS, change_matrices, round_float
 from jllama.verify.rows import Row
 
@@ -48,11 +48,6 @@ def _normalized_residual(layer: Any, x: Array, inputs: Any, cached: Any = None) 
     return x + layer.residual(layer.feed_forward(x)), cached
 
 
-def _parallel_branches(layer: Any, x: Array, inputs: Any, cached: Any = None) -> tuple:
-    """Give the MLP the input of attention."""
-    return x + layer.attention_update(x, inputs)[0] + layer.feed_forward_update(x), cached
-
-
 def _without_final_norm() -> types.ModuleType:
     model = model_with(rms_norm=lambda x, scale, eps: x)
     model.Layer.normalize = jllama.model.Layer.normalize
@@ -65,49 +60,25 @@ _WRONG_MODELS = {
     "GELU by tanh, not SiLU": model_with(silu_gate=lambda gate, up: jax.nn.gelu(gate) * up),
     "gate and up exchanged": model_with(silu_gate=lambda gate, up: F.silu_gate(up, gate)),
     "residuals of normalized inputs": model_with_layer(_normalized_residual),
-    "attention and MLP side by side": model_with_layer(_parallel_branches),
     "no final norm": _without_final_norm(),
 }
-
-
-class Mistake(NamedTuple):
-    """A mistake, as a wrong model and a wrong prompt.
-
-    Attributes:
-        about: what is wrong, as in "with ... our logits agree with theirs".
-        misread: takes the right configuration and parameters, and returns the wrong ones.
-        model: ``jllama.model``, or a copy of it with the mistake.
-        change: takes a row, and returns what the mistake makes of it, with as many places; None
-            if it changes the model alone.
-        sees_ahead: whether later tokens of a prompt change what is predicted in a place.
-        precision: the name of the precision with which it is no mistake.
-    """
-
-    about: str
-    misread: Callable[[LlamaConfig, Params], tuple[LlamaConfig, Params]] = lambda *model: model
-    model: types.ModuleType = jllama.model
-    change: Callable[[Row], Row] | None = None
-    sees_ahead: bool = False
-    precision: str = ""
 
 
 def known_mistakes(model: LanguageModel, longest: int) -> list[Mistake]:
     """Return the mistakes that can be made with a model, on prompts of up to ``longest`` tokens."""
     config = model.config
     mistakes = [*_wrong_fields(config, longest), *_wrong_weights(config)]
-    for mutation in MUTATIONS:
-        if mutation.about and mutation.applies(config):
-            mistake = Mistake(mutation.about, mutation.misread, mutation.model)
-            mistakes.append(mistake._replace(sees_ahead=mutation.sees_ahead))
-    mistakes += [Mistake(about, model=model) for about, model in _WRONG_MODELS.items()]
+    mistakes += [mistake for mistake in MUTATIONS if mistake.about and mistake.applies(config)]
+    mistakes += [Mistake("", about, model=model) for about, model in _WRONG_MODELS.items()]
     for distance, side, other in ((1, "far", "after"), (-1, "early", "before")):
         change = functools.partial(_move_decoded, distance)
         about = f"decoded tokens one slot too {side} in the cache"
-        mistakes.append(Mistake(about, change=change))
+        mistakes.append(Mistake("", about, change=change))
         change = functools.partial(_shift, distance)
-        mistakes.append(Mistake(f"the logits of the token {other} it", change=change))
+        mistakes.append(Mistake("", f"the logits of the token {other} it", change=change))
     mistakes += [
         Mistake(
+            "",
             f"a context of {size:,} tokens, and what is before them dropped",
             change=functools.partial(_cut, size),
             sees_ahead=True,
@@ -147,7 +118,7 @@ def _wrong_fields(config: LlamaConfig, longest: int) -> Iterator[Mistake]:
             if field == "sliding_window" and not value:
                 changes["full_attention_layers"] = ()
             if value != right:
-                yield Mistake(_about(field, value, right), functools.partial(_replace, changes))
+                yield Mistake("", _about(field, value, right), functools.partial(_replace, changes))
 
 
 def _about(name: str, wrong: Any, right: Any) -> str:
@@ -168,19 +139,19 @@ def _wrong_weights(config: LlamaConfig) -> Iterator[Mistake]:
     """Yield each way to round, or to take one tensor for another."""
     for name, change in WEIGHTS.items():
         misread = functools.partial(_change_matrices, change)
-        yield Mistake(f"weights in {name}", misread, precision=name)
+        yield Mistake("", f"weights in {name}", misread, precision=name)
     for dtype in (jnp.bfloat16, jnp.float16):
         about = f"weights of norms in {jnp.dtype(dtype).name}"
-        yield Mistake(about, functools.partial(_round_norms, dtype))
+        yield Mistake("", about, functools.partial(_round_norms, dtype))
     if not config.tie_embeddings:
-        yield Mistake("the embedding for the output head", _tied)
+        yield Mistake("", "the embedding for the output head", _tied)
     order = [*range(config.num_layers)]
     for index in order:
         for about, times in (("left out", 0), ("run twice", 2)):
             indices = order[:index] + times * [index] + order[index + 1 :]
             if indices:
                 misread = functools.partial(_choose_layers, indices)
-                yield Mistake(f"layer {index} {about}", misread)
+                yield Mistake("", f"layer {index} {about}", misread)
 
 
 def _choose_layers(
@@ -248,10 +219,11 @@ def _wrong_prompts(model: LanguageModel) -> Iterator[Mistake]:
     ):
         for prompts, is_changed in _MADE_BY_SERVER.items():
             change = functools.partial(_change_bos, bos_id, had, has, is_changed)
-            yield Mistake(f"{about} before {prompts}", change=change)
+            yield Mistake("", f"{about} before {prompts}", change=change)
     templates = dict(TEMPLATES)
     if model.chat_template:
         yield Mistake(
+            "",
             "a chat template that does not begin the answer",
             change=functools.partial(_render, model, model.chat_template, False),
         )
@@ -259,6 +231,7 @@ def _wrong_prompts(model: LanguageModel) -> Iterator[Mistake]:
     for name, template in templates.items():
         if template != model.chat_template:
             yield Mistake(
+                "",
                 f"the chat template {name!r} for the model's own",
                 change=functools.partial(_render, model, template, True),
             )

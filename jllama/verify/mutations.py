@@ -30,6 +30,7 @@ from jllama.verify.conformance import (
     weights,
     whole_error,
 )
+from jllama.verify.rows import Row
 
 Model = tuple[LlamaConfig, Params]
 """An architecture and its parameters in the training layout."""
@@ -52,41 +53,44 @@ def model_with(**functions: Any) -> types.ModuleType:
     return copy
 
 
-class Mutation(NamedTuple):
-    """One deliberate mistake: in how a file is read (``misread``) or in the code (``model``).
+_PLAIN = model_with()
 
-    Nothing of its model is compiled, so run it on small inputs.
+
+class Mistake(NamedTuple):
+    """One mistake: in how a file is read (``misread``), in the code (``model``) or in a prompt.
 
     Attributes:
-        name: of the matrix's column.
-        about: what is wrong, as in "with ... our logits agree with theirs"; empty if ``mistakes``
-            has it in another form.
+        name: of the matrix's column; empty if it has none.
+        about: what is wrong, as in "with ... our logits agree with theirs"; empty if it has another
+            form there.
         misread: takes the configuration and the parameters of a file, in the training layout, and
             returns what a wrong reader would.
         model: ``jllama.model``, or a copy of it with a mistake.
         applies: whether the mistake changes the logits of a model.
         sees_ahead: whether later tokens of a prompt change what is predicted in a place.
+        change: takes a row, and returns what the mistake makes of it, with as many places; None
+            if it changes the model alone.
+        precision: the name of the precision with which it is no mistake.
     """
 
     name: str
     about: str
     misread: Callable[[LlamaConfig, Params], Model] = lambda config, params: (config, params)
-    model: types.ModuleType = model_with()
+    model: types.ModuleType = jllama.model
     applies: Callable[[LlamaConfig], bool] = lambda _: True
     sees_ahead: bool = False
+    change: Callable[[Row], Row] | None = None
+    precision: str = ""
 
 
-def _change_field(
-    field: str, change: Callable[[Any], Any], config: LlamaConfig, params: Params
-) -> Model:
-    value = change(getattr(config, field))
-    return dataclasses.replace(config, **{field: value}), params
-
-
-def _wrong_field(name: str, field: str, change: Callable[[Any], Any]) -> Mutation:
+def _wrong_field(name: str, field: str, change: Callable[[Any], Any]) -> Mistake:
     """Return a mutation of one field of the configuration."""
-    misread = functools.partial(_change_field, field, change)
-    return Mutation(
+
+    def misread(config: LlamaConfig, params: Params) -> Model:
+        value = change(getattr(config, field))
+        return dataclasses.replace(config, **{field: value}), params
+
+    return Mistake(
         name,
         "",
         misread,
@@ -256,79 +260,79 @@ MUTATIONS = [
     # The norms' epsilon is another release's: 1e-5 for 1e-6, or the reverse.
     _wrong_field("eps x10", "norm_eps", lambda eps: 10 * eps),
     # Norms stand after attention and the MLP, not before them.
-    Mutation(
+    Mistake(
         "post-norm",
         "norms after attention and the MLP, not before them",
         model=model_with_layer(_post_norm_layer),
         applies=lambda config: config.norm_placement == "before",
     ),
     # Key and value heads are tiled over the query heads, not repeated.
-    Mutation(
+    Mistake(
         "heads n % kv",
         "key-value heads tiled over the query heads, not repeated",
         model=model_with(attention=_remainder_attention),
         applies=lambda config: 1 < config.num_kv_heads < config.num_heads,
     ),
     # Rotary channels are left interleaved, as Meta's and GGUF's files have them.
-    Mutation(
+    Mistake(
         "q/k not permuted", "the order of rotated channels that Meta's files have", _not_permuted
     ),
     # With grouped queries, keys are reordered with the number of query heads.
-    Mutation(
+    Mistake(
         "k permuted as q",
         "keys' channels reordered with the number of query heads",
         _keys_permuted_as_queries,
         applies=_keys_divide_as_queries,
     ),
     # The output head of a tied model is a separate, random matrix.
-    Mutation(
+    Mistake(
         "head untied",
         "a random output head beside the embedding",
         _untied,
         applies=lambda config: config.tie_embeddings,
     ),
     # RoPE's tables are computed or stored in bfloat16.
-    Mutation(
+    Mistake(
         "bfloat16 RoPE", "RoPE tables in bfloat16", model=model_with(rope_tables=_bfloat16_tables)
     ),
     # The causal mask is off by one: a token sees the next one.
-    Mutation(
+    Mistake(
         "mask +1",
         "a mask that shows each token the next one",
         model=model_with(Mask=_mask_one_ahead),
         sees_ahead=True,
     ),
     # Decoded tokens are off by one in the cache.
-    Mutation("cache +1", "", model=_cache_one_ahead()),
+    Mistake("cache +1", "", model=_cache_one_ahead()),
     # Qwen 2's biases of queries, keys and values are not read.
-    Mutation(
+    Mistake(
         "no bias",
         "no biases of queries, keys and values",
         _without_bias,
         applies=lambda config: config.attention_bias,
     ),
     # Queries and keys are normalized after RoPE, not before it, or not at all.
-    Mutation(
+    Mistake(
         "norm after RoPE",
         "norms of queries and keys after the rotation",
         model=_norm_after_rope(),
         applies=lambda config: config.qk_norm != "none",
     ),
-    Mutation(
+    Mistake(
         "no q/k norm",
         "no norms of queries and keys",
         model=_model_with_norm(_no_norm),
         applies=lambda config: config.qk_norm != "none",
     ),
     # OLMo's norm of all heads is taken of each head, as Qwen 3's.
-    Mutation(
+    Mistake(
         "norm by head",
         "norms of each head, not of all together",
         model=_model_with_norm(_norm_of_each_head),
         applies=lambda config: config.qk_norm == "whole",
     ),
     # OLMo's norms of outputs are applied to inputs.
-    Mutation(
+    Mistake(
         "pre-norm",
         "norms before attention and the MLP, not after them",
         _norm_before,
@@ -336,14 +340,14 @@ MUTATIONS = [
     ),
     # The sliding window is off by one, or ignored.
     _wrong_field("window +1", "sliding_window", lambda window: window and window + 1),
-    Mutation(
+    Mistake(
         "no window",
         "no sliding window",
         _without_window,
         applies=lambda config: config.sliding_window > 0,
     ),
     # Layers that differ from the others are off by one.
-    Mutation(
+    Mistake(
         "layers -1",
         "the layers that differ counted from 1, not from 0",
         _layers_one_before,
@@ -374,7 +378,7 @@ def mutation_checks() -> list[Check]:
     ]
 
 
-def mutation_error(mutation: Mutation, variant: LlamaConfig) -> float:
+def mutation_error(mutation: Mistake, variant: LlamaConfig) -> float:
     """Compute how far a mistake moves the logits of a variant from the oracle's.
 
     The result is the larger one of ``whole_error`` and ``cached_error``.
@@ -387,6 +391,8 @@ def mutation_error(mutation: Mutation, variant: LlamaConfig) -> float:
         for index in range(config.num_layers)
     }
     unrolled = jax.tree.map(jnp.asarray, DecodeParams(params | {"layers": layers}))
-    wrong = implementation_of(mutation.model)
+    # A copy's layers are not compiled either.
+    model = _PLAIN if mutation.model is jllama.model else mutation.model
+    wrong = implementation_of(model)
     errors = [compute(wrong, config, unrolled, variant) for compute in (whole_error, cached_error)]
     return float(np.max(errors))

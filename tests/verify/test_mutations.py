@@ -13,7 +13,7 @@ from jllama.verify.conformance import VARIANTS as ALL_VARIANTS
 from jllama.verify.conformance import conformance_checks, implementation_of
 from jllama.verify.mutations import (
     MUTATIONS,
-    Mutation,
+    Mistake,
     interleave_channels,
     model_with,
     mutation_checks,
@@ -125,7 +125,7 @@ def test_queries_and_keys_left_interleaved_for_one_variant(folder, variant):
             "layers": layers | {name: interleave_channels(layers[name]) for name in ("wq", "wk")}
         }
 
-    _, red = run_conformance(planted(Mutation("forgetful", "", forgetful)), folder, [INTERLEAVED])
+    _, red = run_conformance(planted(Mistake("forgetful", "", forgetful)), folder, [INTERLEAVED])
     assert red == {(variant, INTERLEAVED)}
 
 
@@ -140,7 +140,7 @@ def test_every_variant_has_its_row_of_mistakes():
 
 
 def test_a_mistake_that_is_none_fails_the_matrix(monkeypatch):
-    monkeypatch.setattr("jllama.verify.mutations.MUTATIONS", [Mutation("nothing", "")])
+    monkeypatch.setattr("jllama.verify.mutations.MUTATIONS", [Mistake("nothing", "")])
     monkeypatch.setattr("jllama.verify.mutations.VARIANTS", {"Llama 1": VARIANTS["Llama 1"]})
     (result,) = run_checks(mutation_checks())
     assert result.ratio < 1
