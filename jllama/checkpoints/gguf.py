@@ -224,7 +224,8 @@ class _Keys:
             value = float(value)
         if value is None:
             raise JllamaError(f"{self.source} lacks the key {self.prefix}{name}")
-        if type(value) is not kind or (kind is float and not math.isfinite(value)):
+        # The second half is only asked of a float.
+        if type(value) is not kind or (kind is float and not math.isfinite(value)):  # pyright: ignore[reportArgumentType]
             raise JllamaError(
                 f"{self.source} has {self.prefix}{name} {reprlib.repr(value)}; "
                 f"it must be one {kind.__name__}"

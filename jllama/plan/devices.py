@@ -99,7 +99,10 @@ def topology_devices(topology: str) -> tuple[Accelerator, list[Any]]:
             "speed unknown",
             file=sys.stderr,
         )
-        jax.config.update("jax_num_cpu_devices", count)
+        try:
+            jax.config.update("jax_num_cpu_devices", count)
+        except RuntimeError:  # JAX has devices already
+            raise error from None
         return accelerator, jax.devices("cpu")
     if is_tpu:
         options = {"platform": "tpu", "topology_name": f"{kind}:{shape}"}

@@ -15,7 +15,7 @@ from jllama.errors import JllamaError, UsageError
 from jllama.functional import ATTENTION, Mask, is_installed
 from jllama.parameters import count_parameters, training_flops_per_token
 from jllama.plan.devices import interconnect_s, topology_devices
-from jllama.plan.receipt import Receipt, describe, plan_training, recomputed, settings
+from jllama.plan.receipt import Receipt, describe, plan_training, recomputed, settings, stored_bytes
 from jllama.sharding import AXES, check_divides, ruleset
 from jllama.training.config import TrainConfig
 

@@ -28,7 +28,6 @@ _CLIP = 10.0  # nats
 _STARTS = (0, 16, 128, 512, 1500, 6000, 24_000, 75_000)  # of ranges of positions
 _LONG = 512  # tokens
 _EXACT = ("float32", "float16-cache")  # so fine that no mistake hides in what they allow
-UNEXPLAINED = "known mistakes explains it"
 _SHOWN = 8  # mistakes in a report
 _FITS = 0.1  # the part of a difference that remains if a change of the logits explains it
 
@@ -262,8 +261,7 @@ def changed_logits(
             number = np.full(len(ids), len(parts))
             parts.append(np.stack([number, is_seen, log_p, log_p * log_p.max(), gap]))
     table = np.concatenate(parts, axis=1)
-    is_known = np.abs(table[-1]) < _CLIP
-    number, is_seen, log_p, product, gap = table[:, is_known]
+    number, is_seen, log_p, product, gap = table[:, np.abs(table[-1]) < _CLIP]
 
     # 2) Each change: what shares a mean, and what the difference is a sum of.
     changes = {
@@ -330,7 +328,7 @@ def _places(over: Sequence[Group]) -> str:
 def _explanation(named: Sequence[Explained], num_mistakes: int) -> str:
     """Name the mistake, and its equals."""
     if not named:
-        return f", and none of {num_mistakes} {UNEXPLAINED}"
+        return f", and none of {num_mistakes} known mistakes explains it"
     first, *equals = named
     text = f"; with {first.about} our logits agree with it to {first.error:.0e}"
     if equals:

@@ -14,7 +14,7 @@ from jllama.checkpoints.registry import load
 from jllama.errors import JllamaError, UsageError, unknown_name
 from jllama.language_model import LanguageModel
 from jllama.verify.checks import detached, relative_error
-from jllama.verify.judge import UNEXPLAINED, Evidence, Judgment, OnProgress, judge
+from jllama.verify.judge import Evidence, Judgment, OnProgress, judge
 from jllama.verify.precisions import PRECISIONS
 from jllama.verify.probes import (
     make_rows,
@@ -221,7 +221,7 @@ def _judge_function(
 
     observed = [observe_function(logits_of, row, _NUM_LIKELY) for row in rows]
     judgment = judge(Evidence(name, "all logits", observed), model, precision, on_progress)
-    if not judgment.verdict.endswith(UNEXPLAINED):
+    if not judgment.verdict.endswith("mistakes explains it"):
         return judgment
     remark = "it may return hidden states, too: then the first wrong layer is named"
     if states:

@@ -1,5 +1,9 @@
 """What compiles for a topology, and what devices are known to reach."""
 
+import re
+import subprocess
+import sys
+
 import jax
 import pytest
 
@@ -31,11 +35,51 @@ class Package:
     ],
 )
 def test_without_the_right_compiler_it_is_named(topology, installed, message, monkeypatch):
+    """And in a process that has devices already, no others can take their place."""
+    jax.devices()
     monkeypatch.setattr(devices.importlib.metadata, "distributions", lambda: installed)
     with pytest.raises(
         UsageError, match=f"^planning for [TG]PUs with jax {jax.__version__} {message}"
     ):
-        devices.topology_devices(topology)
+        devices.topology_devices.__wrapped__(topology)
+
+
+WITHOUT_COMPILER = """
+import importlib.metadata, sys
+from jllama.commands import cli
+everything = importlib.metadata.distributions
+importlib.metadata.distributions = lambda: [
+    one for one in everything() if not one.name.startswith(("libtpu", "jax-cuda"))
+]
+sys.exit(cli.run("plan", sys.argv[1:]))
+"""
+
+
+def test_without_a_compiler_memory_is_planned_by_formula():
+    def plan(*arguments):
+        command = [sys.executable, "-c", WITHOUT_COMPILER, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    options = [
+        "chat_lora",
+        "--topology",
+        "rtx4090:1",
+        "--preset",
+        "llama3.1-8b",
+        "--seq_len",
+        "2048",
+    ]
+    done = plan(*options, "--lora.base", "nf4", "--lora.rank", "16", "--batch_size", "4")
+    assert done.returncode == 0, done.stderr
+    assert (
+        "found none: pip install 'jllama[cuda]'; until then its memory is by formula" in done.stderr
+    )
+    used_gib = float(re.search(r"memory of a device +([\d.]+) of 23.50 GiB", done.stdout)[1])
+    assert 9.5 < used_gib < 10.5  # an H100 used 10.5 for it (docs/performance.md)
+    assert "tokens/s" not in done.stdout
+    done = plan(*options, "--search")
+    assert done.returncode == 2
+    assert "only training has a formula" in done.stderr
 
 
 @pytest.mark.parametrize(
