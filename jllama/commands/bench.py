@@ -17,7 +17,6 @@ from jllama.commands.cli import parse
 from jllama.commands.model import ModelOptions
 from jllama.errors import check_fields, unknown_name
 from jllama.files import Json, check_writable
-from jllama.rewards.worker import import_file
 
 PEERS = {
     "transformers": "transformers torch",
@@ -148,6 +147,8 @@ def parse_options(argv: list[str], prog: str = "bench") -> BenchOptions:
 
 def main(argv: list[str], prog: str) -> int:
     """Measure, print the figures, and write the page."""
+    from jllama.rewards.worker import import_file  # brings NumPy
+
     options = parse_options(argv, prog)
     if options.html:
         check_writable(Path(options.html))
