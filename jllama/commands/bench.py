@@ -147,9 +147,9 @@ def parse_options(argv: list[str], prog: str = "bench") -> BenchOptions:
 
 def main(argv: list[str], prog: str) -> int:
     """Measure, print the figures, and write the page."""
+    options = parse_options(argv, prog)
     from jllama.rewards.worker import import_file  # brings NumPy
 
-    options = parse_options(argv, prog)
     if options.html:
         check_writable(Path(options.html))
     # In the wheel the contestants are part of the package.

@@ -13,7 +13,7 @@ class DataConfig:
 
     Args:
         path: a file, folder or glob of text, ``.jsonl`` or Parquet, compressed or not; or
-            ``stdlib`` (Python's own), ``tinyshakespeare`` (downloaded) or ``persona`` (chats).
+            ``stdlib``, ``tinyshakespeare`` (downloaded) or ``persona`` (chats).
         mixture: chats from several paths, in place of ``path``: the share of each that is drawn.
         task: learn all of a ``text``, the answers of a ``chat``, or a ``preference`` between two
             answers; ``auto`` decides by the fields of the first record.
