@@ -192,7 +192,7 @@ def _read(stored: Mapping[str, FileTensor], file_format: NamedFormat, adapter: A
     if targets:
         lora = dataclasses.replace(lora, targets=tuple(targets))
     layout = _layout(adapter.config, lora, file_format)
-    if not lora.dora:
+    if targets and not lora.dora:
         # A matrix without a tensor is not adapted: zeros add nothing to it.
         present = {layout[name].key.rpartition("/")[0] for name in stored if name in layout}
         stored = dict(stored)

@@ -306,7 +306,7 @@ def convert(
     own_adapter = checkpoint.adapter
     content = own_adapter if to in ADAPTER_FORMATS else checkpoint
     dropped = ", ".join(huggingface.dropped_fields(local))
-    if dropped:
+    if dropped and content is checkpoint:
         print(f"note: {target} will not have {source}'s {dropped}", file=sys.stderr)
     if content is None:
         raise UsageError(

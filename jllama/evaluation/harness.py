@@ -215,9 +215,8 @@ class JllamaLM(TemplateLM):
                 "or take a model with a longer context"
             )
         ids = (self.tok_encode(context) or [self.prefix_token_id])[-room:]
-        stop_ids = {*self.model.stop_ids, self.eot_token_id}
-        prompt = Prompt(ids, sampling, max_new_tokens, stop, sorted(stop_ids))
-        return encode_prompt(self.model, prompt)
+        stop_ids = (*self.model.stop_ids, self.eot_token_id)
+        return encode_prompt(self.model, Prompt(ids, sampling, max_new_tokens, stop, stop_ids))
 
 
 register_model("jllama")(JllamaLM)

@@ -169,12 +169,15 @@ def test_layers_that_peft_does_not_adapt_stay_as_they_are(peft, base, tmp_path):
         found = logits(base, adapter=tmp_path / "theirs")
         assert relative_error(found, torch_logits(model)) < TOLERANCE
         assert relative_error(found, logits(base)) > 0.01
-    # A pair without its other half is damage.
+    # A pair without its other half is damage, and so is a file without any.
     name = "base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"
     tensors = safetensors.numpy.load_file(tmp_path / "theirs" / adapters.WEIGHTS)
     del tensors[name]
     safetensors.numpy.save_file(tensors, tmp_path / "theirs" / adapters.WEIGHTS)
     with pytest.raises(JllamaError, match=f"{name} is absent"):
+        open_checkpoint(base, adapter=tmp_path / "theirs")
+    safetensors.numpy.save_file({}, tmp_path / "theirs" / adapters.WEIGHTS)
+    with pytest.raises(JllamaError, match=r"does not fit this model: .* is absent"):
         open_checkpoint(base, adapter=tmp_path / "theirs")
 
 
