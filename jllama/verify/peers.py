@@ -216,7 +216,8 @@ def _judge_function(
         result = function(tokens)
         if not isinstance(result, tuple):
             return result
-        states.append(result[1])
+        if not states:  # those of the first row are enough
+            states.append(result[1])
         return result[0]
 
     observed = [observe_function(logits_of, row, _NUM_LIKELY) for row in rows]
@@ -236,7 +237,7 @@ def _first_difference(states: Any, model: LanguageModel, row: Row) -> str:
     with jax.default_matmul_precision("highest"):
         right = activations(model.config, model.params, np.array([row.ids]), names)
     for name, state in zip(names, states, strict=False):
-        actual = np.asarray(detached(state), np.float64).reshape(-1, model.config.embed_dim)
+        actual = np.asarray(detached(state), np.float64).squeeze()
         error = relative_error(actual, right[name][0])
         if name == layers[-1]:  # transformers gives it normalized
             error = min(error, relative_error(actual, right["final_norm"][0]))
