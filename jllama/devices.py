@@ -18,7 +18,7 @@ class Accelerator(NamedTuple):
     """A kind of TPU or GPU; rates are per second, between devices those that one can receive.
 
     Args:
-        kind: the start of ``jax.Device.device_kind``.
+        kind: the start of ``jax.Device.device_kind``; empty if CPUs take its place in a plan.
         memory_bytes: memory for a program: for a TPU by its compiler, for a GPU as it reports.
         flops: dense bfloat16 operations, two for each multiply-add.
         bandwidth: bytes from its memory.

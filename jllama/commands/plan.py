@@ -91,8 +91,8 @@ def main(argv: list[str], prog: str) -> int:
     model = jllama.preset(options.preset) if options.preset else options.model
     seq_len = options.seq_len or options.training.seq_len or model.max_seq_len
     model = dataclasses.replace(model, max_seq_len=max(seq_len, model.max_seq_len))
-    devices = topology_devices(topology)[1]
-    if devices[0].platform == "cpu" and (options.search or options.decode):
+    accelerator, devices = topology_devices(topology)
+    if not accelerator.kind and (options.search or options.decode):
         raise UsageError("search and decode need the packages: only training has a formula")
     mesh = make_mesh(options.mesh, devices).shape
     batch_size = options.batch_size

@@ -103,7 +103,7 @@ def topology_devices(topology: str) -> tuple[Accelerator, list[Any]]:
             jax.config.update("jax_num_cpu_devices", count)
         except RuntimeError:  # JAX has devices already
             raise error from None
-        return accelerator, jax.devices("cpu")
+        return accelerator._replace(kind=""), jax.devices("cpu")
     if is_tpu:
         options = {"platform": "tpu", "topology_name": f"{kind}:{shape}"}
         if kind == "v4":

@@ -221,7 +221,7 @@ def plan_training(config: TrainConfig, topology: str) -> Receipt:
         "settings": settings(config),
         "starting_bytes": starting_bytes(config, training),
     }
-    if devices[0].platform == "cpu":  # in place of others, for which nothing compiles
+    if not accelerator.kind:  # nothing compiles for it
         rows = options.batch_size / mesh.shape["data"] / mesh.shape["fsdp"] / options.accumulation
         known["temporaries_bytes"] = known["gradients_bytes"] + int(stored_bytes(config, rows))
     lowered = training.step.lower(state, batch)
