@@ -1,5 +1,5 @@
-"""Before any test: JAX on the CPU unless told otherwise, shapes and types checked in every call
-into jllama.
+"""Before any test: JAX on the CPU unless told otherwise; shapes and types checked in every call
+into jllama where ``JLLAMA_TESTS_TYPED=1`` asks for it, as CI does.
 """
 
 import contextlib
@@ -31,7 +31,9 @@ os.environ.setdefault(
 import hypothesis
 import jax
 import pytest
-import typecheck  # noqa: F401 - before jllama; processes that the tests start run as a user's do
+
+if os.environ.get("JLLAMA_TESTS_TYPED"):
+    import typecheck  # noqa: F401 - before jllama; processes of tests run as a user's do
 
 from jllama import programs
 
@@ -131,7 +133,15 @@ def pytest_collection_modifyitems(items):
             item.add_marker("versions")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--costs", action="store_true", help="print what each test file costs")
+
+
 def pytest_configure(config):
+    if config.getoption("costs"):
+        import costs
+
+        config.pluginmanager.register(costs.Costs())
     for path in COMPILED.glob("*"):
         with contextlib.suppress(OSError):  # another worker was first
             if path.stat().st_mtime < time.time() - COMPILED_DAYS * 86_400:

@@ -1,15 +1,21 @@
 """What several tests share."""
 
+import contextlib
+import io
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import tokenizers
 
+from jllama.commands import cli
 from jllama.tokenizers import HuggingFaceTokenizer, TiktokenTokenizer
 from jllama.tokenizers.base import BYTE_CHARS, TokenType, Vocabulary
 from jllama.tokenizers.huggingface import PRE_TOKENIZERS
@@ -20,6 +26,29 @@ FLAGS = os.environ.get("XLA_FLAGS", "")  # none where a test compiles as users d
 QUICK_GENERATOR = "--xla_cpu_use_fusion_emitters=false" in FLAGS
 USERS_GENERATOR = {"xla_cpu_use_fusion_emitters": True} if QUICK_GENERATOR else None
 """Compiler options that give a program the same bits as for users, and not as in quick tests."""
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+def run_command(*words: object, place: str | os.PathLike = ".") -> Done:
+    """``python -m jllama`` with these words, by its entry function, in this process.
+
+    It stands in the folder ``place`` and has no input. A process of its own takes seconds, and is
+    for signals, kills, limits and peers.
+    """
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        contextlib.chdir(place),
+        mock.patch.object(sys, "stdin", io.StringIO()),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        code = cli.main([str(word) for word in words])
+    return Done(code, out.getvalue(), err.getvalue())
 
 
 def byte_level_bpe(

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 PROGRAM = """
 import importlib.metadata, json, runpy, sys
@@ -36,6 +38,7 @@ def packages_without_jllama(folder):
                     (folder / each.name).symlink_to(each)
 
 
+@pytest.mark.slow
 def test_it_trains_and_verifies(tmp_path):
     (tmp_path / "packages").mkdir()
     packages_without_jllama(tmp_path / "packages")

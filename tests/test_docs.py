@@ -137,6 +137,7 @@ def test_python_code_runs(page, folder_with_a_model):
             assert load("smollm2.gguf").config == folder_with_a_model
 
 
+@pytest.mark.slow
 def test_what_is_asked_of_a_server_is_answered(tmp_path, monkeypatch, capfd):
     """Python and curl of all pages, each block as it stands there, but for the port."""
     monkeypatch.chdir(tmp_path)

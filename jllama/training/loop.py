@@ -37,7 +37,7 @@ from jllama.training.receipt import write_receipt
 from jllama.training.rollouts import Rollouts, rollout_record
 from jllama.training.run_folder import SKIPPED, is_out_of_patience
 from jllama.training.step import StepMetrics, TrainState, compile_training, put_on_devices
-from jllama.training.tracker import Callback, Event
+from jllama.training.tracker import REPORT_EVERY_S, Callback, Event
 
 SHOWN_ANSWERS = 8
 """How many answers to held-out prompts are shown side by side over time."""
@@ -86,6 +86,7 @@ def train(
         finally:
             if isinstance(run.batches, Rollouts):
                 run.batches.scorer.close()
+            tracker.report(run.step)  # also of a run that was stopped or has failed
         if final is None:
             reward = run.config.reward
             words = ["--reward", reward] if reward else []
@@ -161,8 +162,7 @@ def pause(run: Run) -> bool:
             if options.sample_tokens and not isinstance(run.batches, Rollouts):
                 sample(run)
             run.done[SAMPLES] = run.step
-        with tracker.attempt("reporting", run.step):
-            tracker.report()
+        tracker.report(run.step, REPORT_EVERY_S)
     if evaluation and has_ended:
         tracker.say(
             f"step {run.step}: the validation loss has not fallen for {options.patience} "
@@ -440,7 +440,6 @@ def evaluate_best(run: Run) -> Evaluation | None:
     final = evaluate_state(run, state, 0, stopping)
     if final is not None:
         tracker.write(run.step, best_step=best_step, final=dataclasses.asdict(final))
-        tracker.report()
         gzip_bits = run.data.facts().get(GZIP)
         gzip = f"; gzip -9 needs {gzip_bits}" if gzip_bits else ""
         tracker.say(

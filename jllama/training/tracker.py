@@ -19,6 +19,9 @@ from jllama.report import REPORT, write_report
 from jllama.training.config import TrainConfig
 from jllama.training.run_folder import config_fields
 
+REPORT_EVERY_S = 60.0
+"""The least time between two drawings of a run's page, which take up to half a second."""
+
 
 class Event(NamedTuple):
     """The argument of a callback."""
@@ -42,6 +45,7 @@ class Tracker:
     callbacks: Sequence[Callback] = ()
     start_s: float = dataclasses.field(default_factory=time.perf_counter)
     note: str = ""  # how the last steps went
+    reported_s: float = -REPORT_EVERY_S  # when the page was last written, as ``seconds`` counts
     move: Callable[..., None] = lambda **_: None  # the progress bar
 
     def __post_init__(self) -> None:
@@ -78,10 +82,13 @@ class Tracker:
             except Exception as error:
                 self.warn(error, f"the callback {getattr(callback, '__name__', callback)} failed: ")
 
-    def report(self) -> None:
-        """Write the run's page."""
-        if distributed.process_index() == 0:
-            write_report([self.folder], self.folder / REPORT)
+    def report(self, step: int, every_s: float = 0.0) -> None:
+        """Write the run's page, unless that was done less than ``every_s`` seconds ago."""
+        is_recent = self.seconds() - self.reported_s < every_s
+        if distributed.process_index() == 0 and not is_recent:
+            with self.attempt("reporting", step):
+                write_report([self.folder], self.folder / REPORT)
+            self.reported_s = self.seconds()
 
     @contextlib.contextmanager
     def attempt(self, activity: str, step: int) -> Iterator[None]:

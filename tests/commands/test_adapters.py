@@ -1,12 +1,10 @@
 """Adapters at the command line: merged, exported, talked with; a misfit is one sentence."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
-from helpers import trained_smollm
+from helpers import run_command, trained_smollm
 from helpers_adapters import adapter_params, make_run
 from models import FILE, weights
 
@@ -42,15 +40,8 @@ def place(tmp_path_factory):
     return folder
 
 
-def jllama(place, *arguments):
-    """A command in a process of its own: exit code, stdout, stderr."""
-    argv = [sys.executable, "-m", "jllama", *map(str, arguments)]
-    done = subprocess.run(argv, capture_output=True, text=True, cwd=place, stdin=subprocess.DEVNULL)
-    return done.returncode, done.stdout, done.stderr
-
-
 def said(capsys, command, *arguments):
-    """The same in this process."""
+    """What a command prints that ends well."""
     code = cli.run(command, [str(argument) for argument in arguments])
     printed = capsys.readouterr()
     assert code == 0, printed.err
@@ -58,7 +49,7 @@ def said(capsys, command, *arguments):
 
 
 def test_an_adapter_is_exported_and_talked_with(place, capsys):
-    code, out, err = jllama(place, "convert", "run", "out/peft", "--to", "peft")
+    code, out, err = run_command("convert", "run", "out/peft", "--to", "peft", place=place)
     assert (code, out) == (0, "")
     assert err.startswith("an adapter of rank 3 for llama, 2 layers, 34,720 parameters, ")
     assert " -> out/peft, " in err
@@ -202,7 +193,7 @@ def test_an_adapter_is_evaluated_as_what_it_is_merged_into(place, capsys):
 )
 def test_what_does_not_fit_is_one_sentence(place, arguments, code, message):
     before = sorted((place / "out").iterdir())
-    found, out, err = jllama(place, *arguments.split())
+    found, out, err = run_command(*arguments.split(), place=place)
     assert (found, out) == (code, "")
     assert err.startswith("error: ")
     assert err.count("\n") == 1

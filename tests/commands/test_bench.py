@@ -51,6 +51,7 @@ def checkpoint(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_decoding(checkpoint, capsys):
     assert cli.run("bench", ["decode", str(checkpoint), *FEW, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -227,10 +228,11 @@ ABSENT = (
     ("arguments", "code", "said"),
     [
         (["startup", "nowhere"], 1, "error: there is no checkpoint at nowhere"),
-        (
+        pytest.param(
             ["load", "MODEL", "--against", "llama.cpp", "--llama_python", "/no"],
             1,
             "error: No such file or directory: /no",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             ["decode", "MODEL", "--new_tokens", "200"],

@@ -1,11 +1,8 @@
 """``jllama cache``: what is made again can be seen and removed, and nothing else is."""
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
+from helpers import run_command
 
 from jllama import cache
 from jllama.commands import cli
@@ -61,11 +58,10 @@ def test_it_shows_all_kinds_and_clears_one_or_all(folder, capsys):
 )
 def test_what_is_no_action_or_kind_is_refused(words, said, folder):
     before = names(folder)
-    command = [sys.executable, "-m", "jllama", "cache", *words]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert said in done.stderr
-    assert done.stderr.count("\n") == 1
+    done = run_command("cache", *words)
+    assert (done.code, done.out) == (2, "")
+    assert said in done.err
+    assert done.err.count("\n") == 1
     assert names(folder) == before
 
 

@@ -67,6 +67,7 @@ def test_each_submission_is_judged_as_if_alone(submissions):
     assert {problem for name, problem in found["anna"].items() if name != "rms_norm"} == {None}
 
 
+@pytest.mark.slow
 def test_the_table(submissions, tmp_path):
     for name in ("anna.py", "carl.py"):
         (tmp_path / name).write_text(SUBMISSIONS[name])

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
+from helpers import run_command
 from models import FILE, weights
 
 from jllama.checkpoints import registry
@@ -188,16 +189,11 @@ def test_every_file_cut_short(place, refused, to):
         path.write_bytes(whole)
 
 
-def test_a_damaged_run(workshop, place):
-    """Its arrays are read when the first is asked for, so in a process of its own: type checking
-    would ask for one.
-    """
+def test_a_damaged_run(place):
     source = place / "in" / "orbax"
     for path in (source / "checkpoints").rglob("d/*"):
         path.write_bytes(path.read_bytes()[:10])
-    done = workshop.finish(
-        workshop.start("-m", "jllama", "convert", source, place / "out" / "model", "--to", "hf")
-    )
+    done = run_command("convert", source, place / "out" / "model", "--to", "hf")
     assert done.code == 1
     assert "cannot be read" in done.err
     assert done.err.count("\n") == 1
@@ -443,7 +439,9 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL]
+)
 def test_interrupted_it_leaves_nothing_that_looks_finished(workshop, models, tmp_path, number):
     """Caught in the middle of its writing, which would take hours here; then done once more."""
     (tmp_path / "out").mkdir()
@@ -460,7 +458,7 @@ def test_interrupted_it_leaves_nothing_that_looks_finished(workshop, models, tmp
     assert not target.exists()
     if number == signal.SIGINT:
         assert list((tmp_path / "out").iterdir()) == []
-    again = workshop.finish(workshop.start("-m", "jllama", *arguments))
+    again = run_command(*arguments)
     assert again.code == 0, again.err
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model"]
     found, expected = (load(path, layout="training").params for path in (target, models / "gguf"))

@@ -3,16 +3,13 @@
 import gzip
 import itertools
 import json
-import os
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from helpers import trained_smollm
+from helpers import run_command, trained_smollm
 
 import jllama
 from jllama.commands import cli
@@ -78,13 +75,10 @@ def write(path, records):
 
 
 def show(*arguments):
-    """What the command gives as a user runs it: exit code, stdout and stderr."""
-    command = [sys.executable, "-m", "jllama", "data", "show", *map(str, arguments)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | {"PYTHONIOENCODING": "utf-8"}
-    )
-    assert "Traceback" not in done.stderr
-    return done.returncode, done.stdout, done.stderr
+    """What the command gives: exit code, stdout and stderr."""
+    done = run_command("data", "show", *arguments)
+    assert "Traceback" not in done.err
+    return done
 
 
 def test_what_counts_is_marked(place):

@@ -8,6 +8,7 @@ import socket
 import time
 
 import pytest
+from helpers import run_command
 
 from jllama.commands import cli
 from jllama.files import file_lock
@@ -73,6 +74,7 @@ def assert_same_curve(read_run, run, other):
     assert both[0] == pytest.approx(both[1], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_curve_of_one(small_run, workshop, read_run, start, tmp_path):
     """The second holds half of the parameters and of each batch; process 0 alone writes, and both
     say the same end.
@@ -223,7 +225,8 @@ def test_what_a_cluster_says_of_itself_is_enough(workshop, read_run, tmp_path):
 
 
 def test_auto_where_there_is_no_cluster(workshop, tmp_path):
-    done = workshop.finish(workshop.train(tmp_path / "run", "--distributed.coordinator", "auto"))
+    options = ("--run_dir", tmp_path / "run", "--distributed.coordinator", "auto")
+    done = run_command("train", "--config", workshop.yaml, *options)
     assert done.code == 1
     assert last_line(done.err).startswith(
         "error: JAX finds no cluster here: give distributed.coordinator as HOST:"
@@ -273,6 +276,7 @@ def test_a_coordinator_that_does_not_answer(workshop, capsys, tmp_path):
     assert err == f"error: {told}\n"
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_come(workshop, tmp_path):
     """The one that waits ends with a sentence that has its own limit, and no stack of the
     runtime's.

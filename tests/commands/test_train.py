@@ -268,7 +268,7 @@ def copied(small_run, tmp_path):
     return run
 
 
-def test_a_loss_that_is_no_number_stops_the_run(workshop, copied, read_run):
+def test_a_loss_that_is_no_number_stops_the_run(workshop, copied, read_run, capsys):
     """The run goes on from its good checkpoint of step 20 with a ruinous learning rate."""
     best = load(copied).step
     ruinous = (
@@ -280,9 +280,9 @@ def test_a_loss_that_is_no_number_stops_the_run(workshop, copied, read_run):
         1,
     )
     asked = ("--resume", "auto", "--resume_with_changes", "true")
-    done = workshop.finish(workshop.train(copied, *asked, "--training.steps", STEPS + 10, *ruinous))
-    assert done.code == 1, done.err
-    message = one_error(done.err)
+    asked = options(workshop, copied, *asked, "--training.steps", STEPS + 10, *ruinous)
+    assert cli.run("train", asked) == 1
+    message = one_error(capsys.readouterr().err)
     assert "is not a finite number at step " in message
     last = read_run.steps(copied)[-1]
     assert (

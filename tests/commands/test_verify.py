@@ -10,6 +10,7 @@ import time
 import jax
 import numpy as np
 import pytest
+from helpers import run_command
 from models import planted
 from rich.console import Console
 
@@ -50,11 +51,9 @@ def result(group, row, column, error, problem=""):
 # The matrix
 
 
-def test_part_of_the_matrix_as_a_user_runs_it(workshop):
-    page = workshop.folder / "report.html"
-    process = workshop.start(
-        "-m",
-        "jllama",
+def test_part_of_the_matrix_as_a_user_runs_it(tmp_path):
+    page = tmp_path / "report.html"
+    done = run_command(
         "verify",
         "--only",
         "llama2.c/hf, mutations/llama2.c/eps*",
@@ -62,7 +61,6 @@ def test_part_of_the_matrix_as_a_user_runs_it(workshop):
         "--html",
         page,
     )
-    done = workshop.finish(process)
     assert done.code == 0, done.err
     found = json.loads(done.out)
     assert found["passed"]
@@ -123,10 +121,10 @@ def test_what_makes_no_sense_is_refused(arguments, said, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_another_program_as_a_user_runs_it(workshop, checkpoint):
-    page = workshop.folder / "judgment.html"
+def test_another_program_as_a_user_runs_it(tmp_path, checkpoint):
+    page = tmp_path / "judgment.html"
     arguments = ("--against", "transformers", "--max_tokens", 256, "--json", "--html", page)
-    done = workshop.finish(workshop.start("-m", "jllama", "verify", checkpoint, *arguments))
+    done = run_command("verify", checkpoint, *arguments)
     assert done.code == 0, done.err
     judgment = json.loads(done.out)
     assert judgment["passed"]

@@ -12,6 +12,7 @@ import struct
 import numpy as np
 import pytest
 import yaml
+from helpers import run_command
 from tensorboardX.proto.event_pb2 import Event
 
 from jllama import files
@@ -115,6 +116,7 @@ def test_a_restart_leaves_no_gap_in_samples_and_tensorboard(
     assert captured.out == capsys.readouterr().out == ""
 
 
+@pytest.mark.slow
 def test_trackio_has_it_too(workshop, small_run, tmp_path):
     """By the command itself; what trackio says is chatter."""
     variables = {"TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
@@ -318,8 +320,8 @@ def test_a_pipe_in_a_runs_folder_is_no_wait(name, small_run, tmp_path, capsys):
     assert capsys.readouterr().err.startswith(f"error: {tmp_path}")
 
 
-def test_folders_that_hold_no_run_are_refused_in_a_sentence(workshop, tmp_path, small_run, capsys):
-    """By the command itself; no page is written."""
+def test_folders_that_hold_no_run_are_refused_in_a_sentence(tmp_path, small_run, capsys):
+    """And no page is written."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.yaml").write_text("model: {vocab_size: 9}\n")
     (tmp_path / "odd").mkdir()
@@ -328,9 +330,7 @@ def test_folders_that_hold_no_run_are_refused_in_a_sentence(workshop, tmp_path, 
         '3\n{"step": "x", "loss": []}\n{"step": 1, "facts": 7}\n'
     )
     page, none = tmp_path / "page.html", tmp_path / "none"
-    done = workshop.finish(
-        workshop.start("-m", "jllama", "report", none, small_run.folder, "--output", page)
-    )
+    done = run_command("report", none, small_run.folder, "--output", page)
     said = f"error: {none} is not the folder of a run: it has no config.yaml\n"
     assert (done.code, done.out, done.err) == (1, "", said)
     for name in ("model", "odd"):

@@ -6,8 +6,6 @@ import datetime
 import gzip
 import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import make_persona
@@ -15,7 +13,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from helpers import trained_smollm
+from helpers import run_command, trained_smollm
 from helpers_real import real_file
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -1154,16 +1152,7 @@ def test_the_date_is_kept_with_the_run(checkpoint, tmp_path):
 
 
 def train(checkpoint, folder, path, *options):
-    command = [
-        sys.executable,
-        "-m",
-        "jllama",
-        "train",
-        "--init_from",
-        checkpoint,
-        "--run_dir",
-        folder / "run",
-    ]
+    command = ["train", "--init_from", checkpoint, "--run_dir", folder / "run"]
     command += [
         "--data.path",
         path,
@@ -1173,9 +1162,9 @@ def train(checkpoint, folder, path, *options):
         0,
         *options,
     ]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=900)
-    assert done.stdout == ""
-    return done.returncode, done.stderr
+    done = run_command(*command)
+    assert done.out == ""
+    return done.code, done.err
 
 
 @pytest.mark.parametrize(

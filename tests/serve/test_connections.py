@@ -213,7 +213,7 @@ def test_a_body_that_nobody_reads_is_cut_off():
 
 def test_another_connection_closes_the_one_that_was_idle_for_longest():
     with (
-        listening(max_connections=20, idle_timeout_s=60) as (address, server),
+        listening(max_connections=20, idle_timeout_s=20) as (address, server),
         contextlib.ExitStack() as stack,
     ):
         idle = [stack.enter_context(connected(address)) for _ in range(60)]
