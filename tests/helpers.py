@@ -6,13 +6,14 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import tokenizers
 
 from jllama.commands import cli
@@ -49,6 +50,15 @@ def run_command(*words: object, place: str | os.PathLike = ".") -> Done:
     ):
         code = cli.main([str(word) for word in words])
     return Done(code, out.getvalue(), err.getvalue())
+
+
+def slow_but(quick: Sequence[Any], cases: Iterable[Any]) -> list[Any]:
+    """The parameters of a test; those that are not among ``quick`` are for the slow set."""
+    found = []
+    for case in cases:
+        values = case if isinstance(case, tuple) else (case,)
+        found.append(pytest.param(*values, marks=() if case in quick else pytest.mark.slow))
+    return found
 
 
 def byte_level_bpe(

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import slow_but
 from models import FAMILIES, family_weights, forward
 
 from jllama import oracle
@@ -111,7 +112,7 @@ def test_decoding(quantize, joins):
         np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow_but(["all at once"], FAMILIES))
 def test_rounding_costs_every_family_what_it_costs_a_llama(name):
     """In logits, relative to their standard deviation."""
     config, weights = FAMILIES[name], family_weights(name)

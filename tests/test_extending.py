@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_same_bits
+from helpers import assert_same_bits, slow_but
 
 import jllama
 from jllama import functional as F
@@ -388,7 +388,9 @@ training: {batch_size: 8, steps: 6, log_every: 1, sample_tokens: 0, dtype: float
 """
 
 
-@pytest.mark.parametrize("block", ["relu_squared", "sinusoids", "dropout", "value_norm"])
+@pytest.mark.parametrize(
+    "block", slow_but(["sinusoids"], ["relu_squared", "sinusoids", "dropout", "value_norm"])
+)
 def test_a_block(tmp_path, page, block, capsys, monkeypatch):
     """Its run names it: what loads the run computes with it, or says that it is not there."""
     monkeypatch.chdir(tmp_path)

@@ -11,6 +11,7 @@ import jax
 import pytest
 import torch
 import transformers
+from helpers import slow_but
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from jllama.checkpoints.huggingface import config_to_huggingface
@@ -280,7 +281,7 @@ def abstract_state(name, optimizer):
 
 
 @pytest.mark.parametrize("devices", MESHES)
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", slow_but([*PRESETS][::10], PRESETS))
 def test_every_preset_is_split_over_8_and_64_devices(name, devices):
     """Or the error names the axis. Moments are split as their parameter; what has another shape is
     whole everywhere.

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from gguf import GGMLQuantizationType
+from helpers import slow_but
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -76,7 +77,7 @@ def message(function, *arguments):
     return text
 
 
-families = pytest.mark.parametrize("name", CONFIGS)
+families = pytest.mark.parametrize("name", slow_but([*CONFIGS][::3], CONFIGS))
 
 
 def model_of(name):

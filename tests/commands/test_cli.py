@@ -390,6 +390,7 @@ def test_a_large_model_of_many_rows(monkeypatch):
 # The 64-bit mode
 
 
+@pytest.mark.slow
 def test_sampling_in_the_64_bit_mode_gives_the_same_text(small_run):
     import jax
 

@@ -321,12 +321,17 @@ def test_an_interrupted_file_goes_on_where_it_was(complete_file, monkeypatch, tm
     ("options", "changed"),
     [
         ("--quantize int8", "weights, quantize"),
-        ("--dtype bfloat16", "weights, dtype"),
+        pytest.param("--dtype bfloat16", "weights, dtype", marks=pytest.mark.slow),
         ("--step OTHER", "weights, step"),
-        ("--logprobs", "logprobs"),
-        ("--echo true", "echo"),
-        ("--speculate 2", "speculate"),
-        ("-n 2", "n"),
+        *(
+            pytest.param(options, changed, marks=pytest.mark.slow)
+            for options, changed in [
+                ("--logprobs", "logprobs"),
+                ("--echo true", "echo"),
+                ("--speculate 2", "speculate"),
+                ("-n 2", "n"),
+            ]
+        ),
         ("--stop x", "stop"),
     ],
 )

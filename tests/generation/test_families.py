@@ -20,7 +20,7 @@ def model_of(name, quantize=None):
     return LanguageModel(config, decode_layout(params, config, quantize))
 
 
-QUICK = ("olmo3", "all at once")
+QUICK = ("all at once",)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import numpy as np
 import prometheus_client
 import pytest
 from engine_load import PREFIX, Asked, alone, in_company, random_request
+from helpers import slow_but
 from models import SERVED, served
 
 import jllama
@@ -88,7 +89,7 @@ def answers(engine, requests):
 # Rule one and rule two
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", slow_but([0], range(3)))
 def test_answers_are_those_given_alone_bit_for_bit_and_nothing_compiles(
     engine, requests, answers, seed
 ):
@@ -97,7 +98,7 @@ def test_answers_are_those_given_alone_bit_for_bit_and_nothing_compiles(
     assert num_compiled() == before
 
 
-@pytest.mark.parametrize(("slots", "context"), [(5, 700), (1, 420), (2, 60)])
+@pytest.mark.parametrize(("slots", "context"), slow_but([(2, 60)], [(5, 700), (1, 420), (2, 60)]))
 def test_nothing_compiles_after_the_start(slots, context):
     """Whatever is asked: rows as long as no other test's, so that no program has been compiled for
     them before."""
@@ -185,7 +186,10 @@ def test_ids_and_log_probabilities_are_those_of_generate_and_the_oracle(engine):
         assert token.top[0][0] == np.argmax(log_probs[index])
 
 
-@pytest.mark.parametrize(("dtype", "quantize"), [("bfloat16", None), ("float32", "int8")])
+@pytest.mark.parametrize(
+    ("dtype", "quantize"),
+    slow_but([("float32", "int8")], [("bfloat16", None), ("float32", "int8")]),
+)
 def test_other_numbers_do_not_depend_on_company_either(dtype, quantize):
     model = served(0, dtype, quantize)
     engine = started({"small": model})

@@ -125,6 +125,7 @@ LEAKS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("plant", "requests"), LEAKS, ids=[plant.__name__ for plant, _ in LEAKS])
 def test_a_planted_leak_is_seen(engine, plant, requests, monkeypatch):
     """A leaking server compared with itself, as one that does not leak is."""

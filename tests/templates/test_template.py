@@ -10,6 +10,7 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
+from helpers import slow_but
 
 from jllama.errors import JllamaError, UsageError
 from jllama.templates import template as limits
@@ -39,101 +40,104 @@ def _a_new_worker():
     limits._stop()
 
 
+HOSTILE = [
+    # time
+    ("{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}", LIMIT),
+    (f"{LOOPS}{{% endfor %}}{{% endfor %}}{{% endfor %}}", LIMIT),
+    (
+        f"{LOOPS.replace(' %}', ' if not a %}')}{{% endfor %}}{{% endfor %}}{{% endfor %}}",
+        LIMIT,
+    ),
+    (
+        "{% for a in [1, 2] recursive %}{% if loop.depth < 60 %}{{ loop([1, 2]) }}"
+        "{% endif %}{% endfor %}",
+        LIMIT,
+    ),
+    (
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
+        "{{ f(60) }}",
+        LIMIT,
+    ),
+    (
+        f"{LOOPS}{{% set x = messages | map('tojson') | list %}}{{% endfor %}}{{% endfor "
+        f"%}}{{% endfor %}}",
+        LIMIT,
+    ),
+    ("{% set a = [1] * 300000 %}{{ ('%(a)s' * 300) % {'a': a} }}", LIMIT),
+    ("{% set a = [1] * 300000 %}{{ ('%(a)s' * 9000) % {'a': a} }}", LIMIT),
+    ("{{ 10 ** 999 ** 999 }}", LIMIT),
+    # memory
+    ("{{ ('%(a)s' * 90000) % {'a': 'b' * 90000} }}", LIMIT),
+    ("{{ ('{0}' * 90000).format('a' * 90000) }}", LIMIT),
+    ("{{ ('{a}' * 90000).format(a='a' * 90000) }}", LIMIT),
+    ("{{ ('%(a)s' * 90000) | format(a='a' * 90000) }}", LIMIT),
+    (
+        "{% set ns = namespace(l=[]) %}{% for a in r %}"
+        "{% set ns.l = [ns.l, 'a' * (a + 90000)] %}{% endfor %}",
+        LIMIT,
+    ),
+    ("{{ 'a' * 10 ** 10 }}", LIMIT),
+    ("{{ [1] * 10 ** 10 }}", LIMIT),
+    (DOUBLED.replace("STEP", "ns.s + ns.s"), LIMIT),
+    (DOUBLED.replace("STEP", "ns.s ~ ns.s"), LIMIT),
+    (DOUBLED.replace("STEP", "[ns.s, ns.s] | join"), LIMIT),
+    (DOUBLED.replace("STEP", "ns.s.replace('a', ns.s)"), LIMIT),
+    ("{% set s = 'a' %}" + "{% set s %}{{ s }}{{ s }}{% endset %}" * 60, LIMIT),
+    (NESTED + "{{ ns.l }}", LIMIT),
+    ("{{ ('a' * 99999) | join('b' * 99999) }}", LIMIT),
+    ("{{ ('b' * 99999).join('a' * 99999) }}", LIMIT),
+    ("{{ ('a' * 99999) | replace('a', 'b' * 99999) }}", LIMIT),
+    ("{{ ('a\n' * 99999) | indent(99999) }}", LIMIT),
+    ("{{ ([1] * 99999) | tojson(indent=99999) }}", LIMIT),
+    ("{{ range(99999) | join('b' * 99999) }}", LIMIT),
+    ("{{ 'a' | center(10 ** 9) }}", LIMIT),
+    ("{{ 'a' | center(1000000000) }}", LIMIT),
+    ("{{ 'a'.ljust(10 ** 9) }}", LIMIT),
+    ("{{ '%1000000000d' % 1 }}", LIMIT),
+    ("{{ '%*d' % (1000000000, 1) }}", LIMIT),
+    ("{{ '%1000000000d' | format(1) }}", LIMIT),
+    ("{{ '{:1000000000}'.format(1) }}", LIMIT),
+    ("{{ '{:{}}'.format(1, 1000000000) }}", LIMIT),
+    ("{{ (1).to_bytes(10 ** 9) }}", LIMIT),
+    # length
+    ("{% for a in range(999) %}{{ messages[0].content * 9 }}{% endfor %}", TEXT),
+    ("{{ 'a' * 10 ** 7 }}", TEXT),
+    ("é" * 50_000, TEXT),
+    # depth
+    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself without end"),
+    ("{% for a in [1] recursive %}{{ loop([1]) }}{% endfor %}", "calls itself without end"),
+    ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "nested too deep"),
+    ("{% for i in [1] %}" * 30 + "{% endfor %}" * 30, "too many statically nested blocks"),
+    # the sandbox
+    ("{{ ''.__class__.__mro__ }}", "it reaches for '__class__' of a str"),
+    ("{{ ''['__class__'] }}", "it reaches for '__class__' of a str"),
+    ("{{ '' | attr('__class__') }}", "it reaches for '__class__' of a str"),
+    ("{{ [''] | map(attribute='__class__') | list }}", "it reaches for '__class__' of a str"),
+    ("{{ '{0.__class__}'.format('') }}", "it reaches for '__class__' of a str"),
+    ("{{ raise_exception.__globals__ }}", "it reaches for '__globals__' of a function"),
+    ("{{ dict.__class__ }}", "it reaches for '__class__' of a type"),
+    ("{{ dict.mro() }}", "it reaches for 'mro' of a type"),
+    ("{{ messages.append(1) }}", "it reaches for 'append' of a list"),
+    # mistakes
+    (
+        "{% if %}",
+        "is not Jinja: Expected an expression, got 'end of statement block' in line 1",
+    ),
+    ("\n{{ 1 | nope }}", "is not Jinja: No filter named 'nope'. in line 2"),
+    ("{% include 'other' %}", "failed: no loader"),
+    ("{{ 1 / 0 }}", "failed: division by zero"),
+    ("{{ messages[0].nope.more }}", "failed: 'dict object' has no attribute 'nope'"),
+    (
+        "{{ raise_exception('only\n \x1b[1mEnglish') }}",
+        r"refuses these messages: only \[1mEnglish$",
+    ),
+    ("{{ raise_exception('a' * 9999) }}", "a{250}"),
+]
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
-    [
-        # time
-        ("{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}", LIMIT),
-        (f"{LOOPS}{{% endfor %}}{{% endfor %}}{{% endfor %}}", LIMIT),
-        (
-            f"{LOOPS.replace(' %}', ' if not a %}')}{{% endfor %}}{{% endfor %}}{{% endfor %}}",
-            LIMIT,
-        ),
-        (
-            "{% for a in [1, 2] recursive %}{% if loop.depth < 60 %}{{ loop([1, 2]) }}"
-            "{% endif %}{% endfor %}",
-            LIMIT,
-        ),
-        (
-            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
-            "{{ f(60) }}",
-            LIMIT,
-        ),
-        (
-            f"{LOOPS}{{% set x = messages | map('tojson') | list %}}{{% endfor %}}{{% endfor "
-            f"%}}{{% endfor %}}",
-            LIMIT,
-        ),
-        ("{% set a = [1] * 300000 %}{{ ('%(a)s' * 300) % {'a': a} }}", LIMIT),
-        ("{% set a = [1] * 300000 %}{{ ('%(a)s' * 9000) % {'a': a} }}", LIMIT),
-        ("{{ 10 ** 999 ** 999 }}", LIMIT),
-        # memory
-        ("{{ ('%(a)s' * 90000) % {'a': 'b' * 90000} }}", LIMIT),
-        ("{{ ('{0}' * 90000).format('a' * 90000) }}", LIMIT),
-        ("{{ ('{a}' * 90000).format(a='a' * 90000) }}", LIMIT),
-        ("{{ ('%(a)s' * 90000) | format(a='a' * 90000) }}", LIMIT),
-        (
-            "{% set ns = namespace(l=[]) %}{% for a in r %}"
-            "{% set ns.l = [ns.l, 'a' * (a + 90000)] %}{% endfor %}",
-            LIMIT,
-        ),
-        ("{{ 'a' * 10 ** 10 }}", LIMIT),
-        ("{{ [1] * 10 ** 10 }}", LIMIT),
-        (DOUBLED.replace("STEP", "ns.s + ns.s"), LIMIT),
-        (DOUBLED.replace("STEP", "ns.s ~ ns.s"), LIMIT),
-        (DOUBLED.replace("STEP", "[ns.s, ns.s] | join"), LIMIT),
-        (DOUBLED.replace("STEP", "ns.s.replace('a', ns.s)"), LIMIT),
-        ("{% set s = 'a' %}" + "{% set s %}{{ s }}{{ s }}{% endset %}" * 60, LIMIT),
-        (NESTED + "{{ ns.l }}", LIMIT),
-        ("{{ ('a' * 99999) | join('b' * 99999) }}", LIMIT),
-        ("{{ ('b' * 99999).join('a' * 99999) }}", LIMIT),
-        ("{{ ('a' * 99999) | replace('a', 'b' * 99999) }}", LIMIT),
-        ("{{ ('a\n' * 99999) | indent(99999) }}", LIMIT),
-        ("{{ ([1] * 99999) | tojson(indent=99999) }}", LIMIT),
-        ("{{ range(99999) | join('b' * 99999) }}", LIMIT),
-        ("{{ 'a' | center(10 ** 9) }}", LIMIT),
-        ("{{ 'a' | center(1000000000) }}", LIMIT),
-        ("{{ 'a'.ljust(10 ** 9) }}", LIMIT),
-        ("{{ '%1000000000d' % 1 }}", LIMIT),
-        ("{{ '%*d' % (1000000000, 1) }}", LIMIT),
-        ("{{ '%1000000000d' | format(1) }}", LIMIT),
-        ("{{ '{:1000000000}'.format(1) }}", LIMIT),
-        ("{{ '{:{}}'.format(1, 1000000000) }}", LIMIT),
-        ("{{ (1).to_bytes(10 ** 9) }}", LIMIT),
-        # length
-        ("{% for a in range(999) %}{{ messages[0].content * 9 }}{% endfor %}", TEXT),
-        ("{{ 'a' * 10 ** 7 }}", TEXT),
-        ("é" * 50_000, TEXT),
-        # depth
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself without end"),
-        ("{% for a in [1] recursive %}{{ loop([1]) }}{% endfor %}", "calls itself without end"),
-        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "nested too deep"),
-        ("{% for i in [1] %}" * 30 + "{% endfor %}" * 30, "too many statically nested blocks"),
-        # the sandbox
-        ("{{ ''.__class__.__mro__ }}", "it reaches for '__class__' of a str"),
-        ("{{ ''['__class__'] }}", "it reaches for '__class__' of a str"),
-        ("{{ '' | attr('__class__') }}", "it reaches for '__class__' of a str"),
-        ("{{ [''] | map(attribute='__class__') | list }}", "it reaches for '__class__' of a str"),
-        ("{{ '{0.__class__}'.format('') }}", "it reaches for '__class__' of a str"),
-        ("{{ raise_exception.__globals__ }}", "it reaches for '__globals__' of a function"),
-        ("{{ dict.__class__ }}", "it reaches for '__class__' of a type"),
-        ("{{ dict.mro() }}", "it reaches for 'mro' of a type"),
-        ("{{ messages.append(1) }}", "it reaches for 'append' of a list"),
-        # mistakes
-        (
-            "{% if %}",
-            "is not Jinja: Expected an expression, got 'end of statement block' in line 1",
-        ),
-        ("\n{{ 1 | nope }}", "is not Jinja: No filter named 'nope'. in line 2"),
-        ("{% include 'other' %}", "failed: no loader"),
-        ("{{ 1 / 0 }}", "failed: division by zero"),
-        ("{{ messages[0].nope.more }}", "failed: 'dict object' has no attribute 'nope'"),
-        (
-            "{{ raise_exception('only\n \x1b[1mEnglish') }}",
-            r"refuses these messages: only \[1mEnglish$",
-        ),
-        ("{{ raise_exception('a' * 9999) }}", "a{250}"),
-    ],
+    slow_but(HOSTILE[::5], HOSTILE),
     ids=lambda value: value[:50],
 )
 def test_hostile_templates_end_with_one_sentence(template, message, monkeypatch):

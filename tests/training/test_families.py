@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 import tuning
+from helpers import slow_but
 from models import FAMILIES, family_weights
 
 from jllama import lora
@@ -47,7 +48,7 @@ def test_loss_and_gradient_are_the_oracles(name):
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("lora", {"accumulation": 4, "remat": "block"}),
+        pytest.param("lora", {"accumulation": 4, "remat": "block"}, marks=pytest.mark.slow),
         ("dora", {"remat": "none"}),
     ],
 )
@@ -55,7 +56,7 @@ def test_so_are_those_of_adapters_beside_biases_and_norms(kind, options):
     assert_right(ALL, kind, options)
 
 
-@pytest.mark.parametrize("base", ["int8", "nf4"])
+@pytest.mark.parametrize("base", slow_but(["int8"], ["int8", "nf4"]))
 def test_a_base_in_fewer_bits_keeps_its_biases_and_norms(base, monkeypatch):
     """A step's loss is the oracle's of what the base stands for."""
     monkeypatch.setitem(tuning.KINDS, base, LoraConfig(rank=4, alpha=6.0, base=base))

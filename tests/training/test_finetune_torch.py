@@ -4,6 +4,7 @@ the same losses.
 
 import pytest
 import tuning
+from helpers import slow_but
 from helpers_torch import their_losses, their_tuning
 from tuning import KINDS, OPTIMIZER, STEPS, apart, conversations, packed
 
@@ -43,7 +44,7 @@ def test_twenty_steps_have_torchs_losses(kind, arranged):
 
 
 @pytest.mark.parametrize("kind", ["lora", pytest.param("full", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3", "olmo2"])
+@pytest.mark.parametrize("name", slow_but(["qwen3"], ["mistral", "qwen2", "qwen3", "olmo2"]))
 def test_twenty_steps_of_other_families_have_torchs_losses(name, kind):
     """Mistral's window is shorter than the rows."""
     with tuning.family(name):

@@ -70,7 +70,7 @@ def test_the_batch_is_what_it_is_to_be():
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("lora", {}),
+        pytest.param("lora", {}, marks=pytest.mark.slow),
         ("dora", {"accumulation": 4}),
         pytest.param("full", {}, marks=pytest.mark.slow),
         pytest.param("full", {"accumulation": 4}, marks=pytest.mark.slow),

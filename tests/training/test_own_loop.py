@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import slow_but
 
 import jllama
 from jllama.checkpoints.run_checkpoints import RunCheckpoints
@@ -133,7 +134,7 @@ class Resuming:
         self.at = state["at"]
 
 
-@pytest.mark.parametrize("training", [batches, Resuming])
+@pytest.mark.parametrize("training", slow_but([Resuming], [batches, Resuming]))
 def test_batches_of_ones_own_train_and_go_on(tmp_path, training):
     """With a running mean and a selection: stopped in between, all is the same to the last bit."""
     options = {"trainable": ["layers/*", "embed"], "ema": 0.5}

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tuning
+from helpers import slow_but
 from tuning import CONFIG, ONE_DEVICE, WEIGHTS, apart, conversations, digest
 
 import jllama
@@ -37,7 +38,7 @@ def tuned(base, **options):
     )
 
 
-@pytest.mark.parametrize("base", list(ERRORS))
+@pytest.mark.parametrize("base", slow_but(["nf4"], ERRORS))
 def test_a_base_in_fewer_bits_is_computed_with_as_it_is(base):
     """It is near the weights, smaller, the same after steps, and a step's loss is that of what it
     stands for.
@@ -73,7 +74,7 @@ def test_a_base_in_fewer_bits_is_computed_with_as_it_is(base):
     assert digest(state.base) == before
 
 
-@pytest.mark.parametrize("base", ["int8", "nf4"])
+@pytest.mark.parametrize("base", slow_but(["nf4"], ["int8", "nf4"]))
 def test_a_run_reads_its_base_in_its_final_form(base, tmp_path, monkeypatch):
     """Its state is what ``init`` makes of whole weights, to the bit, and it trains, ends and
     merges.

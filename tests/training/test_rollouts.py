@@ -16,7 +16,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import rewarded
-from helpers import assert_same_bits
+from helpers import assert_same_bits, slow_but
 from models import weights
 from rewarded import GRPO, LOOP, largest_mismatch, lines, train
 
@@ -91,7 +91,7 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("case", RESUMED)
+@pytest.mark.parametrize("case", slow_but(["weights, divergence, two updates"], RESUMED))
 def test_a_resumed_run_is_the_same(folder, run, case):
     """Two steps and then two more: the same answers, rewards and bits."""
     options = RESUMED[case]
