@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -86,7 +86,7 @@ def train(
         finally:
             if isinstance(run.batches, Rollouts):
                 run.batches.scorer.close()
-            tracker.report(run.step)  # also of a run that was stopped or has failed
+            tracker.report(0)  # also of a run that was stopped or has failed
         if final is None:
             reward = run.config.reward
             words = ["--reward", reward] if reward else []
@@ -95,14 +95,13 @@ def train(
                 f"stopped at step {run.step:,} of {num_steps:,}; saved. Go on: {go_on}",
                 run.stop_signal,
             )
-        name = "chat" if run.data.is_chat else "sample"
-        arguments = [tracker.folder]
+        words = ["chat", tracker.folder]
         if not run.data.is_chat:
             prompt = run.config.training.sample_prompt
-            arguments = ["--checkpoint", tracker.folder, "--prompt", prompt]
+            words = ["sample", "--checkpoint", tracker.folder, "--prompt", prompt]
         tracker.say(
             f"{tracker.seconds():.0f} s in all. Read {tracker.folder / REPORT}, "
-            f"or {name}: {shell_command(name, *arguments)}"
+            f"or {words[0]}: {shell_command(*words)}"
         )
         return final
 
@@ -151,9 +150,8 @@ def pause(run: Run) -> bool:
     is_over = is_out_of_patience(tracker.folder, options.patience, data_since)
     has_ended = distributed.max_over_processes(is_over) > 0
 
-    must_save = run.stop_signal or has_ended or is_due(run, CHECKPOINTS)
-    if evaluation and not options.save_every:
-        must_save = True
+    is_validated = evaluation and not options.save_every
+    must_save = is_validated or run.stop_signal or has_ended or is_due(run, CHECKPOINTS)
     if must_save and not is_saved(run):
         save(run, evaluation)
 
@@ -162,7 +160,7 @@ def pause(run: Run) -> bool:
             if options.sample_tokens and not isinstance(run.batches, Rollouts):
                 sample(run)
             run.done[SAMPLES] = run.step
-        tracker.report(run.step, REPORT_EVERY_S)
+        tracker.report(REPORT_EVERY_S)
     if evaluation and has_ended:
         tracker.say(
             f"step {run.step}: the validation loss has not fallen for {options.patience} "
@@ -240,8 +238,9 @@ def check_batch(run: Run, batch: Any) -> None:
         )
     run.training.step.check(batch)
     num_rows = len(batch.tokens)
-    rows_per_example = 1 if batch.reference is None else 2
-    expected = run.config.training.batch_size * rows_per_example
+    expected = run.config.training.batch_size
+    if batch.reference is not None:  # of pairs
+        expected *= 2
     if num_rows != expected:
         raise UsageError(
             f"a batch has {num_rows} rows; with training.batch_size it must have {expected}"
@@ -320,8 +319,8 @@ def log(run: Run) -> None:
         # Only the rows of this process are filled.
         segments = [batch.segments[batch.segments.any(axis=1)].ravel() for _, batch in recent]
         record["padding"] = float(np.mean(np.concatenate(segments) == 0))
-    learning_rate = learning_rate_at(run.step - 1, config.optimizer, config.training.steps)
-    record["learning_rate"] = float(learning_rate)
+    total_steps = config.training.steps
+    record["learning_rate"] = float(learning_rate_at(run.step - 1, config.optimizer, total_steps))
     peak = peak_bytes(run.training.mesh.local_devices)
     if isinstance(run.batches, Rollouts):
         record |= rollout_record(run.batches.records, elapsed_s)
@@ -387,10 +386,9 @@ def evaluate_now(run: Run) -> Evaluation | None:
     """Evaluate on ``eval_tokens`` tokens; return None if that failed or was stopped."""
     tracker = run.tracker
     max_tokens = run.config.training.eval_tokens
-    stopping = functools.partial(is_stopping, run)
     evaluation = None
     with tracker.attempt("evaluating", run.step):
-        evaluation = evaluate_state(run, run.state, max_tokens, stopping)
+        evaluation = evaluate_state(run, run.state, max_tokens)
     if evaluation is None:
         return None
     if not math.isfinite(evaluation.validation_loss):
@@ -403,17 +401,16 @@ def evaluate_now(run: Run) -> Evaluation | None:
     return evaluation
 
 
-def evaluate_state(
-    run: Run, state: TrainState, max_tokens: int, should_stop: Callable[[], bool]
-) -> Evaluation | None:
-    """Evaluate a state on ``max_tokens`` tokens, or on prompts; 0 means all.
+def evaluate_state(run: Run, state: TrainState, max_tokens: int) -> Evaluation | None:
+    """Evaluate a state on ``max_tokens`` tokens, or on prompts; 0 means all, None that a stop came.
 
     With rewards, what the checkpoints are compared by is minus the mean reward.
     """
     if not isinstance(run.batches, Rollouts):
         assert not isinstance(run.data, PromptDataset)
-        return evaluate(run.training, run.data, run.config, state, max_tokens, should_stop)
-    if should_stop():
+        stopping = functools.partial(is_stopping, run)
+        return evaluate(run.training, run.data, run.config, state, max_tokens, stopping)
+    if is_stopping(run):
         return None
     num_prompts = run.config.training.grpo.eval_prompts if max_tokens else 0
     figures, samples = run.batches.evaluate(state, num_prompts)
@@ -436,8 +433,7 @@ def evaluate_best(run: Run) -> Evaluation | None:
     state = run.state
     if not (run.stop_signal or best_step in (None, run.step)):
         state, _ = restore_state(checkpoints, run.training, best_step, state.base)
-    stopping = functools.partial(is_stopping, run)
-    final = evaluate_state(run, state, 0, stopping)
+    final = evaluate_state(run, state, 0)
     if final is not None:
         tracker.write(run.step, best_step=best_step, final=dataclasses.asdict(final))
         gzip_bits = run.data.facts().get(GZIP)

@@ -82,13 +82,15 @@ class Tracker:
             except Exception as error:
                 self.warn(error, f"the callback {getattr(callback, '__name__', callback)} failed: ")
 
-    def report(self, step: int, every_s: float = 0.0) -> None:
+    def report(self, every_s: float) -> None:
         """Write the run's page, unless that was done less than ``every_s`` seconds ago."""
-        is_recent = self.seconds() - self.reported_s < every_s
-        if distributed.process_index() == 0 and not is_recent:
-            with self.attempt("reporting", step):
-                write_report([self.folder], self.folder / REPORT)
-            self.reported_s = self.seconds()
+        if distributed.process_index() or self.seconds() - self.reported_s < every_s:
+            return
+        try:
+            write_report([self.folder], self.folder / REPORT)
+        except Exception as error:
+            self.warn(error)
+        self.reported_s = self.seconds()
 
     @contextlib.contextmanager
     def attempt(self, activity: str, step: int) -> Iterator[None]:
@@ -97,7 +99,7 @@ class Tracker:
         try:
             yield
         except Exception as error:
-            if jax.process_count() > 1 and activity != "reporting":
+            if jax.process_count() > 1:
                 raise
             self.warn(error)
 

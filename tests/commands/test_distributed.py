@@ -8,7 +8,6 @@ import socket
 import time
 
 import pytest
-from helpers import run_command
 
 from jllama.commands import cli
 from jllama.files import file_lock
@@ -225,8 +224,7 @@ def test_what_a_cluster_says_of_itself_is_enough(workshop, read_run, tmp_path):
 
 
 def test_auto_where_there_is_no_cluster(workshop, tmp_path):
-    options = ("--run_dir", tmp_path / "run", "--distributed.coordinator", "auto")
-    done = run_command("train", "--config", workshop.yaml, *options)
+    done = workshop.finish(workshop.train(tmp_path / "run", "--distributed.coordinator", "auto"))
     assert done.code == 1
     assert last_line(done.err).startswith(
         "error: JAX finds no cluster here: give distributed.coordinator as HOST:"
