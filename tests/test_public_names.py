@@ -62,6 +62,14 @@ def test_help_says_everything_in_one_place():
     assert "help(jllama.generate)" in first
 
 
+def test_the_parts_are_at_hand():
+    """In a process that has imported nothing else."""
+    names = ", ".join(f"jllama.{name}.__name__" for name in ("oracle", "functional", "check"))
+    command = [sys.executable, "-c", f"import jllama; print({names})"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    assert shown.split() == ["jllama.oracle", "jllama.functional", "jllama.check"]
+
+
 def test_types_are_seen_from_outside(tmp_path):
     program = """
         import jllama

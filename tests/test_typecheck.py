@@ -11,7 +11,6 @@ import pytest
 WRONG_CALL = """
 import jax.numpy as jnp, jllama
 print(jllama.LlamaConfig(vocab_size=9, rope_theta=500000).rope_theta)
-print(jllama.oracle.__name__, jllama.check.__name__)
 print(jllama.functional.ban(jnp.ones((2, 3)), jnp.ones((2, 1), bool)).shape)
 """
 
@@ -36,7 +35,7 @@ def run(code, is_checked):
 @pytest.mark.parametrize("is_checked", [False, True])
 def test_the_hook_checks_every_call(is_checked):
     checked = run(WRONG_CALL, is_checked)
-    assert checked.stdout.startswith("500000\njllama.oracle jllama.check\n")
+    assert checked.stdout.startswith("500000")
     assert (checked.returncode == 0) != is_checked
     if is_checked:
         assert "The problem arose whilst typechecking parameter 'banned'" in checked.stderr

@@ -530,11 +530,14 @@ def test_a_command_that_is_none(capsys):
 
 def test_for_real(workshop):
     """The exit code and the one line, in a process of its own."""
-    arguments = ("-m", "jllama", "train", "--config", workshop.yaml, "--model.num_heads", "5")
-    done = workshop.finish(workshop.start(*arguments))
-    assert (done.code, done.out) == (2, "")
-    assert done.err.startswith("error: ")
-    assert done.err.count("\n") == 1
+    for arguments, code in [
+        (["sample.py", "--checkpoint", workshop.folder / "nowhere"], 1),
+        (["-m", "jllama", "train", "--config", workshop.yaml, "--model.num_heads", "5"], 2),
+    ]:
+        done = workshop.finish(workshop.start(*arguments))
+        assert (done.code, done.out) == (code, "")
+        assert done.err.startswith("error: ")
+        assert done.err.count("\n") == 1
 
 
 ESCAPE = "\x1b[2J\x1b]0;title\x07"

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
-from helpers import run_command
+from helpers import run_command, slow_but
 from models import FILE, weights
 
 from jllama.checkpoints import registry
@@ -439,9 +439,7 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL]
-)
+@pytest.mark.parametrize("number", slow_but([signal.SIGKILL], [signal.SIGINT, signal.SIGKILL]))
 def test_interrupted_it_leaves_nothing_that_looks_finished(workshop, models, tmp_path, number):
     """Caught in the middle of its writing, which would take hours here; then done once more."""
     (tmp_path / "out").mkdir()
