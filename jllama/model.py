@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.traverse_util import unflatten_dict
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
@@ -341,8 +342,6 @@ class Llama(_Module):
     values: Values | None = None
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs) -> None:
-        if not config.vocab_size:
-            raise UsageError("vocab_size is 0; give the number of the tokenizer's tokens")
         self.config = config
         self.add_parameters(config, rngs)
         keys = jax.random.split(rngs.params(), config.num_layers)
@@ -788,9 +787,13 @@ def initial_params(key: Array, config: LlamaConfig) -> Params:
     return nnx.to_pure_dict(nnx.state(Llama(config, nnx.Rngs(key))))
 
 
-def abstract_params(config: LlamaConfig) -> Params:
-    """Return shapes and dtypes of ``initial_params``, without any memory."""
-    return jax.eval_shape(functools.partial(initial_params, config=config), jax.random.key(0))
+def abstract_params(config: LlamaConfig, dtype: jnp.dtype | type = jnp.float32) -> Params:
+    """Return shapes of ``initial_params``, with a dtype, without any memory."""
+    shapes = {
+        path: jax.ShapeDtypeStruct(shape_of(row, config), dtype)
+        for path, row in parameter_table(config).items()
+    }
+    return unflatten_dict(shapes, sep="/")
 
 
 @functools.cache

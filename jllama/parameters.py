@@ -283,8 +283,15 @@ def axis_sizes(parameter: Parameter, config: LlamaConfig) -> dict[str, int]:
 
 
 def shape_of(parameter: Parameter, config: LlamaConfig) -> tuple[int, ...]:
-    """Return the sizes of a parameter's axes."""
-    return tuple(axis_sizes(parameter, config).values())
+    """Return the sizes of a parameter's axes.
+
+    Raises:
+        UsageError: the configuration leaves the size of the vocabulary to the tokenizer.
+    """
+    sizes = axis_sizes(parameter, config)
+    if not sizes.get("vocab", 1):
+        raise UsageError("vocab_size is 0; give the number of the tokenizer's tokens")
+    return tuple(sizes.values())
 
 
 class TensorSpec(NamedTuple):

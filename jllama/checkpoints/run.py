@@ -59,7 +59,7 @@ def read_config(folder: Path) -> RunConfig:
         RecursionError,
     )
     with errors_as(f"{path} does not describe a model", *errors):
-        fields = {**yaml.safe_load(path.read_text(encoding="utf-8"))}
+        fields = {**yaml.safe_load(path.read_bytes())}
         # This raises ValueError if a number is too long to be printed.
         model = LlamaConfig(**{**fields["model"]})
         lora: Any = fields.get("lora", {})

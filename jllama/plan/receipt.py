@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jllama.config import LlamaConfig, MeshConfig
@@ -20,7 +21,7 @@ from jllama.errors import JllamaError
 from jllama.files import Json
 from jllama.functional import choose_cache_attention
 from jllama.model import KVCache, abstract_params, build_model
-from jllama.parameters import parameter_table, shape_of, tensor_specs, training_flops_per_token
+from jllama.parameters import tensor_specs, training_flops_per_token
 from jllama.plan import program
 from jllama.plan.devices import MEASURED, interconnect_s, topology_devices
 from jllama.sharding import AXES, batch_shardings, check_divides, make_mesh, matrix_sharding
@@ -256,14 +257,12 @@ def starting_bytes(config: TrainConfig, training: Training) -> int:
     if not config.trains_adapters or config.lora.base not in ("int8", "nf4"):
         return 0
     quantize = training.trainable.convert
-    shapes = {
-        path: shape_of(row, config.model) for path, row in parameter_table(config.model).items()
-    }
+    stacks: Any = flatten_dict(abstract_params(config.model, jnp.bfloat16), sep="/")
     quantized_bytes = 0
     max_bytes = 0
     # In the order in which ``load_params`` reads: the largest first.
-    for path in sorted(shapes, key=lambda path: -math.prod(shapes[path])):
-        stack = jax.ShapeDtypeStruct(shapes[path], jnp.bfloat16)
+    for path in sorted(stacks, key=lambda path: -stacks[path].size):
+        stack = stacks[path]
         stack_bytes = device_bytes(stack)
         result_bytes = device_bytes(jax.eval_shape(functools.partial(quantize, path), stack))
         # int8 transposes the stack; nf4 has a few layers in float32.
@@ -386,9 +385,7 @@ def plan_decoding(
     check_divides(split, config)
 
     # Abstract weights, tokens and cache, with their shardings.
-    floats = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), abstract_params(config)
-    )
+    floats = abstract_params(config, jnp.bfloat16)
     layout = jax.eval_shape(
         lambda params: decode_layout(params, config, quantize, joins=split.size == 1), floats
     )

@@ -121,7 +121,7 @@ def config_fields(config: TrainConfig) -> dict[str, Any]:
         yes=False,
         distributed=DistributedConfig(),
     )
-    return yaml.safe_load(yaml.safe_dump(dataclasses.asdict(plain), sort_keys=False))
+    return json.loads(json.dumps(dataclasses.asdict(plain)))
 
 
 def changes_on_resume(folder: Path, config: TrainConfig, step: int) -> list[str]:
