@@ -1,5 +1,7 @@
 """Checkpoints that are not on disk, small configurations, and the sentence of an error."""
 
+import json
+
 import jax
 import pytest
 from hypothesis import strategies as st
@@ -25,6 +27,13 @@ def message(function, *arguments):
     assert type(error.value) is JllamaError, "a file's fault is not the command line's"
     assert "\n" not in text
     return text
+
+
+def change(folder, file="config.json", **changed):
+    """Set fields of a JSON file; ``...`` removes one."""
+    fields = json.loads((folder / file).read_text()) | changed
+    fields = {key: value for key, value in fields.items() if value is not ...}
+    (folder / file).write_text(json.dumps(fields))
 
 
 @st.composite
