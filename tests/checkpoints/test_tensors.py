@@ -24,6 +24,7 @@ from jllama.checkpoints.tensors import (
     size_bytes,
 )
 from jllama.config import LlamaConfig
+from jllama.functional.int8 import int8_rows
 from jllama.parameters import count_parameters, tensor_specs
 from jllama.verify.checks import random_params
 
@@ -111,6 +112,37 @@ def test_small_blocks_give_the_same_parameters(monkeypatch):
     assert sum(done) == 4 * count_parameters(CONFIG)
 
 
+@given(st.integers(1, 99), st.sampled_from([1, 3]), st.data())
+def test_a_part_is_read_and_no_more(block_bytes, rows_at_once, data):
+    """As a device gets its slice: some rows and columns, of a row's scale for int8 the whole."""
+    matrix = np.random.default_rng(0).standard_normal((12, 5)).astype(np.float32)
+    read = []
+
+    def rows_of(rows):
+        read.append(rows)
+        return matrix[rows]
+
+    lazy = LazyTensor(matrix.shape, matrix.dtype, rows_of, rows_at_once)
+    rows, columns = (
+        slice(*sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size)))))
+        for size in matrix.shape
+    )
+    part = matrix[rows, columns]
+    out, integers = np.empty(part.shape, np.float32), np.empty(part.shape, np.int8)
+    scale = np.zeros(12, np.float32)
+    done = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensors, "BLOCK_BYTES", block_bytes)
+        tensors._read_part(lazy, None, done.append, [rows, columns], out)
+        tensors._read_part(lazy, scale, lambda _: None, [rows, columns], integers)
+    np.testing.assert_array_equal(out, part)
+    assert sum(done) == part.nbytes
+    assert all(rows.start <= place.start and place.stop <= rows.stop for place in read)
+    whole, scales = int8_rows(matrix, np)
+    np.testing.assert_array_equal(integers, whole[rows, columns])
+    np.testing.assert_array_equal(scale[rows], scales[rows])
+
+
 def test_every_difference_is_listed(tmp_path):
     names = {stored.name("huggingface"): stored for stored in tensor_specs(CONFIG)}
     found = {name: np.zeros(stored.shape, np.float32) for name, stored in names.items()}
@@ -179,6 +211,7 @@ except UsageError as error:
 """
 
 
+@pytest.mark.slow
 def test_each_device_gets_its_slice_and_no_more_is_read(request):
     environment = {
         "JAX_PLATFORMS": "cpu",
