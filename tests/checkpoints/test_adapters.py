@@ -23,8 +23,6 @@ import transformers
 from helpers import assert_same_bits, slow_but
 from helpers_adapters import adapter_params, make_run
 from helpers_checkpoints import change
-from hypothesis import given
-from hypothesis import strategies as st
 from models import FILE, SMALL, forward, weights
 
 from jllama.checkpoints import adapters, registry
@@ -342,19 +340,12 @@ def test_a_merged_model_goes_through_every_format(tmp_path):
     assert_same_bits(*int8)
 
 
-@functools.cache
-def adapted_rows(base):
-    return open_checkpoint(run_of(base, "dora")).tensors["layers/1/wq"]
-
-
-@given(
-    rows=st.tuples(st.integers(0, 191), st.integers(1, 192)).filter(lambda rows: rows[0] < rows[1])
-)
-def test_any_rows_are_those_of_the_whole(base, rows):
-    tensor = adapted_rows(base)
-    start, stop = rows
+def test_any_rows_are_those_of_the_whole(base):
+    tensor = open_checkpoint(run_of(base, "dora")).tensors["layers/1/wq"]
     assert tensor.shape == (192, 64)
-    assert relative_error(tensor[start:stop], tensor[0:192][start:stop]) < TOLERANCE
+    whole = tensor[0:192]
+    for start, stop in ((0, 1), (50, 51), (7, 130), (191, 192)):
+        assert relative_error(tensor[start:stop], whole[start:stop]) < TOLERANCE
 
 
 def test_an_adapter_knows_its_base(base, exported, adapter, tmp_path):

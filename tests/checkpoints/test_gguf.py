@@ -54,12 +54,10 @@ scalings = st.one_of(
         st.sampled_from([512, 8192]),
     ),
     st.builds(
-        lambda factor, original, attention: YarnScaling(
-            factor, original_max_seq_len=original, attention_factor=attention
-        ),
+        YarnScaling,
         st.sampled_from([1.0, 4.0, 40.0]),
-        st.sampled_from([512, 4096]),
-        st.one_of(st.just(0.0), st.floats(0.5, 2)),
+        original_max_seq_len=st.sampled_from([512, 4096]),
+        attention_factor=st.just(0.0) | st.floats(0.5, 2),
     ),
 )
 configs = small_configs(
@@ -161,15 +159,12 @@ def test_the_package_reads_what_we_write_as_the_converter_would_have_written_it(
     expected = gguf_tensors(config, params)
     assert {tensor.name for tensor in reader.tensors} == set(expected)
     for tensor in reader.tensors:
-        assert tensor.tensor_type == F32
         np.testing.assert_array_equal(tensor.data, expected[tensor.name])
     fields = {name: field.contents() for name, field in reader.fields.items()}
-    for name, value in gguf_metadata(config).items():
+    values = gguf_metadata(config) | {"general.architecture": "llama"}
+    values |= {"general.quantization_version": 2, "llama.vocab_size": 96}
+    for name, value in values.items():
         assert fields[name] == pytest.approx(value, rel=1e-7)
-    assert fields["general.architecture"] == "llama"
-    assert fields["general.quantization_version"] == 2
-    assert fields["llama.vocab_size"] == 96
-    assert "rope_freqs.weight" not in expected
 
 
 @pytest.mark.parametrize("version", [2, 3])
@@ -209,23 +204,6 @@ def test_transformers_gives_the_same_logits(tmp_path):
 # Types of tensors
 
 
-def valid_blocks(type_, shape, seed):
-    """QuantizedTensor rows: made by the package where it can, else random bytes whose scales are
-    sensible numbers.
-    """
-    rng = np.random.default_rng(seed)
-    try:
-        return quantize(rng.standard_normal(shape).astype(np.float32), type_)
-    except NotImplementedError:
-        pass
-    block, size = GGML_QUANT_SIZES[type_]
-    rows = rng.integers(0, 256, (shape[0], shape[1] // block * size), dtype=np.uint8)
-    with np.errstate(invalid="ignore"):
-        while (wild := ~np.isfinite(dequantize(rows, type_).reshape(-1, block)).all(-1)).any():
-            rows.reshape(-1, size)[wild] = rng.integers(0, 256, (wild.sum(), size), dtype=np.uint8)
-    return rows
-
-
 def can_dequantize(type_):
     try:
         dequantize(np.zeros((1, GGML_QUANT_SIZES[type_][1]), np.uint8), type_)
@@ -242,18 +220,21 @@ QUANTIZED = [
 
 
 @pytest.mark.parametrize("type_", QUANTIZED, ids=lambda type_: type_.name)
-def test_rows_of_every_quantized_type_are_the_packages_bit_for_bit(tmp_path, type_):
+def test_rows_of_every_quantized_type_are_the_packages(tmp_path, type_):
+    """Any bytes are blocks, of numbers that may be NaN."""
     assert {"Q4_0", "Q5_1", "Q8_0", "Q2_K", "Q6_K", "IQ4_XS"} <= {one.name for one in QUANTIZED}
-    rows = valid_blocks(type_, (37, 512), 0)
+    block, size = GGML_QUANT_SIZES[type_]
+    rows = np.random.default_rng(0).integers(0, 256, (37, 512 // block * size), dtype=np.uint8)
     tensors = {"other": np.ones(5, np.float32), "matrix": rows}
     write_with_package(tmp_path / "m.gguf", {}, tensors, types={"matrix": type_})
     _, tensors = gguf.read_gguf_file(tmp_path / "m.gguf")
-    matrix, whole = tensors["matrix"], dequantize(rows, type_)
+    matrix = tensors["matrix"]
     assert (matrix.shape, matrix.dtype) == ((37, 512), np.float32)
-    for start, stop in ((0, 37), (0, 1), (36, 37), (5, 30), (16, 33)):
-        part = matrix[start:stop]
-        assert part.shape == (stop - start, 512)
-        assert part.tobytes() == whole[start:stop].tobytes()
+    with np.errstate(all="ignore"):
+        whole = dequantize(rows, type_)
+        for start, stop in ((0, 37), (0, 1), (36, 37), (5, 30), (16, 33)):
+            np.testing.assert_array_equal(matrix[start:stop], whole[start:stop])
+    assert np.isfinite(whole).any()
     np.testing.assert_array_equal(tensors["other"], np.ones(5))
 
 
@@ -295,7 +276,7 @@ def test_with_one_quantized_matrix_everything_is_float32(tmp_path):
     up, embed = PARAMS["layers"]["w_up"], PARAMS["embed"]
     assert_same_bits(loaded["embed"], embed.astype(jnp.bfloat16).astype(np.float32))
     assert_same_bits(loaded["layers"]["w_up"], up.astype(np.float16).astype(np.float32))
-    query = interleave(np.asarray(loaded["layers"]["wq"][1]).reshape(128, -1).T, 4)
+    query = interleave(np.asarray(loaded["layers"]["wq"])[1].reshape(128, -1).T, 4)
     np.testing.assert_array_equal(query, dequantize(quantize(TENSORS[name], Q8_0), Q8_0))
 
 
@@ -681,7 +662,6 @@ def test_other_architectures_parts_and_biases_are_refused(tmp_path):
         ),
         ({"rope_theta": 1e299}, None, "cannot hold 1e+299"),
         ({"rope_scaling": LinearScaling(7 / 3)}, None, "rope.scaling.factor as FLOAT32"),
-        ({}, np.dtype(np.float64), "llama.cpp has no float64 for token_embd.weight"),
         ({}, np.dtype(np.int8), "llama.cpp has no int8"),
     ],
 )
@@ -695,7 +675,8 @@ def test_what_gguf_cannot_hold_is_refused_before_a_byte_is_written(
 
 def test_float64_is_not_narrowed_unasked(tmp_path):
     wide = in_dtype(PARAMS, np.float64)
-    assert "no float64" in message(written, tmp_path / "m.gguf", CONFIG, wide)
+    problem = "llama.cpp has no float64 for token_embd.weight"
+    assert problem in message(written, tmp_path / "m.gguf", CONFIG, wide)
     written(tmp_path / "m.gguf", CONFIG, wide, np.dtype(np.float32))
     assert_same_bits(load_params(gguf.read(tmp_path / "m.gguf")), PARAMS)
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from jllama import oracle
 from jllama.checkpoints import meta
 from jllama.checkpoints import tensors as tensors_module
-from jllama.checkpoints.meta import concatenate_shards, read, recognizes, write
+from jllama.checkpoints.meta import read, recognizes, write
 from jllama.checkpoints.tensors import Checkpoint, load_params
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError, UsageError
@@ -150,41 +150,14 @@ def test_a_written_model_is_read_by_metas_rotation(tmp_path):
     assert relative_error(actual, expected) < 1e-9
 
 
-def test_joined_is_the_concatenation():
-    parts = [np.random.default_rng(n).standard_normal((3, 4)) for n in range(3)]
-    for axis in (0, 1):
-        joined, whole = concatenate_shards(parts, axis), np.concatenate(parts, axis)
-        assert (joined.shape, joined.dtype) == (whole.shape, whole.dtype)
-        for start in range(whole.shape[0] + 1):
-            for stop in range(start, whole.shape[0] + 1):
-                np.testing.assert_array_equal(joined[start:stop], whole[start:stop])
-
-
-def of_no_memory(config, count=1, value=0.0):
-    """A model's files in Meta's names and full size, every tensor one number repeated."""
-
-    def tensor(*shape, value=value):
-        return np.broadcast_to(np.float16(value), shape)
-
-    dim, mlp = config.embed_dim, config.mlp_dim // count
-    kv = config.num_kv_heads * config.head_dim // count
-    embed = config.vocab_size // count, dim
-    tensors = {"tok_embeddings.weight": tensor(*embed), "norm.weight": tensor(dim)}
-    if not config.tie_embeddings:
-        tensors["output.weight"] = tensor(*embed, value=1)
-    for i in range(config.num_layers):
-        attention, feed_forward = f"layers.{i}.attention", f"layers.{i}.feed_forward"
-        tensors |= {
-            f"{attention}.wq.weight": tensor(dim // count, dim),
-            f"{attention}.wk.weight": tensor(kv, dim),
-            f"{attention}.wv.weight": tensor(kv, dim),
-            f"{attention}.wo.weight": tensor(dim, dim // count),
-            f"{feed_forward}.w1.weight": tensor(mlp, dim),
-            f"{feed_forward}.w2.weight": tensor(dim, mlp),
-            f"{feed_forward}.w3.weight": tensor(mlp, dim),
-            f"{attention}_norm.weight": tensor(dim),
-            f"layers.{i}.ffn_norm.weight": tensor(dim),
-        }
+def of_no_memory(config, count=1):
+    """A shard of a model in Meta's names and full size, every tensor one number repeated."""
+    tensors = {}
+    for spec in tensor_specs(config):
+        shape = [*spec.shape]
+        if len(shape) == 2:  # split along the inputs or the outputs
+            shape[int(spec.path.endswith(("wo", "w_down")))] //= count
+        tensors[spec.name("meta")] = np.broadcast_to(np.float16(spec.path == "lm_head"), shape)
     return tensors
 
 

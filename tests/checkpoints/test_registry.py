@@ -25,7 +25,6 @@ from helpers_checkpoints import change, in_dtype
 from helpers_meta import metas_folder, metas_matrices
 from models import FILE, decode_params, weights
 
-import jllama
 from jllama import oracle
 from jllama.checkpoints import huggingface, registry
 from jllama.checkpoints.registry import convert, load, load_tokenizer, open_checkpoint, save
@@ -34,7 +33,7 @@ from jllama.config import LlamaConfig
 from jllama.errors import JllamaError, UsageError
 from jllama.language_model import LanguageModel
 from jllama.parameters import tensor_specs
-from jllama.rope_scaling import DynamicScaling, Llama3Scaling
+from jllama.rope_scaling import Llama3Scaling
 from jllama.sharding import MeshConfig, make_mesh
 from jllama.tokenizers import BytesTokenizer, save_huggingface, train_sentencepiece
 from jllama.verify.checks import random_params, relative_error
@@ -220,22 +219,6 @@ def test_q8_0_is_close_and_only_gguf_has_it(written, tmp_path):
     assert not (tmp_path / "no").exists()
 
 
-@pytest.mark.parametrize(
-    ("changed", "to", "problem"),
-    [
-        ({"norm_eps": 1e-6}, "llama2c", "norm_eps"),
-        ({"head_dim": 16}, "meta", "head_dim"),
-        ({"rope_scaling": DynamicScaling(2.0)}, "gguf", "dynamic"),
-        ({"rope_scaling": DynamicScaling(2.0, 32)}, "hf", "original_max_seq_len"),
-    ],
-)
-def test_what_a_format_cannot_hold_is_refused_by_name(tmp_path, changed, to, problem):
-    config = dataclasses.replace(CONFIG, **changed)
-    with pytest.raises(JllamaError, match=problem):
-        save(LanguageModel(config, random_params(config, 0)), tmp_path / "out", to)
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("to", ["orbax", "hf", "gguf", "meta"])
 def test_scaled_rope_chat_template_and_stop_ids_go_along(tmp_path, to):
     template = "{% for m in messages %}<{{ m.role }}>\n{{ m.content }}é{% endfor %}"
@@ -267,40 +250,33 @@ ITSELF = "itself, or holds or lies in it: choose another destination"
 
 
 @pytest.mark.parametrize("to", ["gguf", "hf"])
-def test_overwriting_never_takes_the_source_away(tmp_path, written, to):
+def test_a_source_is_never_taken_away_or_written_into(tmp_path, written, to):
     """Not the source itself, nor a folder that holds it, nor a file in it, nor what it links to."""
     shutil.copytree(written, tmp_path / "all")
     linked = tmp_path / "linked"
     linked.mkdir()
     (linked / "model.safetensors").symlink_to(tmp_path / "all" / "hf" / "model.safetensors")
     shutil.copy(written / "hf" / "config.json", linked)
+    (tmp_path / "link").symlink_to("all/hf")
     (tmp_path / "one").mkdir()
     shutil.copy(written / "gguf", tmp_path / "one" / "model.gguf")
     before = left(tmp_path)
-    for source, target in {
-        "all/gguf": "all/gguf",
-        "all/hf": "all",
-        "all/meta": "all/meta/consolidated.00.pth",
-        "all/llama2c/model.bin": "all/llama2c",
-        "linked": "all/hf",
-        "one": "one/model.gguf",
-        "one/model.gguf": "one",
-    }.items():
-        with pytest.raises(JllamaError, match=ITSELF):
-            convert(tmp_path / source, tmp_path / target, to, overwrite=True)
+    for source, target in [
+        ("all/gguf", "all/gguf"),
+        ("all/hf", "all"),
+        ("all/hf", "all/hf/new/deeper"),
+        ("all/hf", "link/model.gguf"),
+        ("all/meta", "all/meta/consolidated.00.pth"),
+        ("all/llama2c/model.bin", "all/llama2c"),
+        ("linked", "all/hf"),
+        ("one", "one/model.gguf"),
+        ("one/model.gguf", "one"),
+    ]:
+        for overwrite in (False, True):
+            with pytest.raises(JllamaError, match=ITSELF):
+                convert(tmp_path / source, tmp_path / target, to, overwrite=overwrite)
         assert left(tmp_path) == before
-
-
-def test_nothing_is_written_into_the_source(tmp_path, written):
-    """Also where nothing is yet."""
-    shutil.copytree(written / "hf", tmp_path / "hf")
-    (tmp_path / "link").symlink_to("hf")
-    before = left(tmp_path)
-    for target in ("hf/sub", "hf/sub/deeper", "link/model.gguf"):
-        with pytest.raises(JllamaError, match=f"hf {ITSELF}"):
-            convert(tmp_path / "hf", tmp_path / target, "gguf")
-        assert left(tmp_path) == before
-    convert(tmp_path / "hf", tmp_path / "hf2", "gguf")  # beside it
+    convert(tmp_path / "all/hf", tmp_path / "all/hf2", to)  # beside it
 
 
 def test_source_and_target_are_compared_as_files(tmp_path, written, monkeypatch):
@@ -453,21 +429,17 @@ def test_quantized_as_it_is_loaded(written, to, dtype):
     assert_same_bits(actual.params, decode_params(CONFIG, dtype, "int8"))
 
 
-def test_an_unknown_quantization():
-    unchecked = inspect.unwrap(
-        LanguageModel.for_decoding
-    )  # the type checker of the tests would be the first to say so
+def test_an_unknown_quantization_or_layout():
+    # The type checker of the tests would be the first to say so.
+    quantized = inspect.unwrap(LanguageModel.for_decoding)
     with pytest.raises(UsageError, match="quantize is 'int4'; it must be one of int8, or None"):
-        unchecked(MODEL, "int4")
+        quantized(MODEL, "int4")
+    with pytest.raises(UsageError, match="layout is 'stacked'; it must be one of decode, training"):
+        inspect.unwrap(load)("unread", layout="stacked")
     with pytest.raises(
         UsageError, match="quantize is 'int8', which is for decoding: leave it out, or set layout"
     ):
         load("unread", layout="training", quantize="int8")
-
-
-def test_unknown_layout():
-    with pytest.raises(UsageError, match="layout is 'stacked'; it must be one of decode, training"):
-        inspect.unwrap(load)("unread", layout="stacked")
 
 
 def test_a_models_repr_is_one_line(written):
@@ -503,14 +475,6 @@ def test_the_tokenizer_of_any_checkpoint(tmp_path, written):
         load_tokenizer(tmp_path / "missing.gguf")
 
 
-def test_a_file_of_a_checkpoint_is_told_from_the_checkpoint(written):
-    for file in ("meta/consolidated.00.pth", "hf/model.safetensors"):
-        with pytest.raises(
-            JllamaError, match=f"is no checkpoint by itself: give its folder, {written / file[:2]}"
-        ):
-            load(written / file)
-
-
 def test_the_destination_must_be_free(tmp_path, written):
     for to in FORMATS:
         target = tmp_path / to
@@ -543,10 +507,9 @@ def test_what_fails_on_the_way_leaves_nothing(tmp_path, written, monkeypatch, to
     assert [(entry.name, entry.read_text()) for entry in tmp_path.iterdir()] == [("old", "mine")]
 
 
-@pytest.mark.parametrize("to", ["gguf", "hf"])
-def test_what_stood_there_is_put_back(tmp_path, written, monkeypatch, to):
+def test_what_stood_there_is_put_back(tmp_path, written, monkeypatch):
     """When the last renaming fails, and when a process died just before it."""
-    target = tmp_path / "model"
+    to, target = "hf", tmp_path / "model"
     save(MODEL, target, to)
 
     def fails(path, new):
@@ -585,12 +548,17 @@ def test_a_tokenizer_larger_than_the_embedding(tmp_path):
         load(tmp_path / "hf")
 
 
-def test_what_is_no_checkpoint(tmp_path):
-    with pytest.raises(JllamaError, match=r"there is no checkpoint at .*/missing/there/at/all"):
-        load(tmp_path / "missing/there/at/all")
+def test_what_is_no_checkpoint(tmp_path, written):
     (tmp_path / "notes.txt").write_text("nothing")
-    for path in (tmp_path, tmp_path / "notes.txt"):
-        with pytest.raises(JllamaError, match=f"{path} is no checkpoint that jllama knows"):
+    unknown = "is no checkpoint that jllama knows"
+    for path, problem in [
+        (tmp_path / "missing/there/at/all", "there is no checkpoint at .*/missing/there/at/all"),
+        (tmp_path, f"{tmp_path} {unknown}"),
+        (tmp_path / "notes.txt", f"notes.txt {unknown}"),
+        (written / "meta/consolidated.00.pth", "by itself: give its folder, .*/meta$"),
+        (written / "hf/model.safetensors", "is no checkpoint by itself: give its folder, .*/hf$"),
+    ]:
+        with pytest.raises(JllamaError, match=problem):
             load(path)
 
 
@@ -616,14 +584,6 @@ def test_unknown_format(tmp_path):
     with pytest.raises((UsageError, TypeError, Exception), match="onnx"):
         save(MODEL, tmp_path / "out", "onnx")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_public_names():
-    assert jllama.load is load
-    assert jllama.save is save
-    assert jllama.convert is convert
-    assert jllama.LanguageModel is LanguageModel
-    assert jllama.PRESETS["llama3.2-1b"] == jllama.preset("llama3.2-1b")
 
 
 FIRST_TOKEN = """

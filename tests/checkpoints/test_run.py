@@ -15,7 +15,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from helpers import assert_same_bits
-from helpers_checkpoints import change, in_dtype, message, opened
+from helpers_checkpoints import change, message, opened
 
 from jllama.checkpoints import run_checkpoints, tensors
 from jllama.checkpoints.run import read_config
@@ -200,12 +200,6 @@ def test_a_state_with_other_nodes_without_arrays_comes_back(tmp_path):
     assert_same_bits(restored, [params, state])
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_parameters_come_in_the_dtype_asked_for(finished, dtype):
-    saved = Checkpoint(CONFIG, RunCheckpoints(finished, read_only=True).tensors(20, CONFIG))
-    assert_same_bits(load_params(saved, dtype), in_dtype(numbers(20)[0], dtype))
-
-
 @pytest.mark.parametrize("chunk_bytes", [16, 64, 200])
 def test_arrays_in_many_chunks(tmp_path, monkeypatch, chunk_bytes):
     """Whichever axes orbax cuts, either layout is read with the same bits, a few rows at a time."""
@@ -262,7 +256,7 @@ def test_what_is_no_longer_wanted_is_never_half_there(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        ("[" * 100_000, "recursion"),
+        ("[" * 2_000, "recursion"),
         ("model: 0001-99-99", "month must be in 1..12"),
         ("model: {vocab_size: " + "9" * 6000 + "}", "digits"),
         ("model: text", "not a mapping"),

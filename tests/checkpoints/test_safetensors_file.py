@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
-import safetensors.torch
-import torch
 from helpers_checkpoints import message
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -21,13 +19,6 @@ from hypothesis import strategies as st
 from jllama.checkpoints import tensors
 from jllama.checkpoints.safetensors_file import DTYPES, read_safetensors, write_safetensors
 from jllama.errors import JllamaError
-
-TORCH_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
 
 # A name may be any text but the key of the metadata; lone surrogates are no text.
 names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(
@@ -49,17 +40,6 @@ def arrays(file, seed=0):
         ).reshape(shape)
         for name, (code, shape) in file.items()
     }
-
-
-def as_torch(array):
-    code = next(code for code, dtype in DTYPES.items() if dtype == array.dtype)
-    return torch.frombuffer(bytearray(array.tobytes()), dtype=TORCH_DTYPES[code]).reshape(
-        array.shape
-    )
-
-
-def torch_bytes(tensor):
-    return bytes(tensor.contiguous().view(torch.uint8).numpy())
 
 
 def write(path, contents):
@@ -93,19 +73,13 @@ def refusal(path):
 @given(file=files)
 def test_files_go_between_the_library_and_jllama_bit_for_bit(file, tmp_path_factory):
     folder, expected = tmp_path_factory.mktemp("files"), arrays(file)
-    in_torch = {name: as_torch(array) for name, array in expected.items()}
-    safetensors.torch.save_file(in_torch, folder / "theirs", {"any": "thing"})
+    safetensors.numpy.save_file(expected, folder / "theirs", {"any": "thing"})
     assert_same(read_safetensors(folder / "theirs"), expected)
 
     done = write(folder / "ours", expected)
     assert sum(done) == sum(array.nbytes for array in expected.values())
-    with safetensors.safe_open(folder / "ours", "pt") as opened:
+    with safetensors.safe_open(folder / "ours", "np") as opened:
         assert opened.metadata() == {"format": "pt"}
-        assert set(opened.keys()) == set(expected)
-        for name, tensor in in_torch.items():
-            assert opened.get_tensor(name).dtype == tensor.dtype
-            assert opened.get_tensor(name).shape == tensor.shape
-            assert torch_bytes(opened.get_tensor(name)) == torch_bytes(tensor)
     assert_same(safetensors.numpy.load_file(folder / "ours"), expected)
     again = read_safetensors(folder / "ours")
     assert_same(again, expected)
@@ -137,13 +111,6 @@ def test_scalars_and_empty_tensors_are_read(tmp_path):
     expected = {name: np.asarray(array) for name, array in expected.items()}
     safetensors.numpy.save_file(expected, tmp_path / "file")
     assert_same(read_safetensors(tmp_path / "file"), expected)
-
-
-def test_conversion_is_to_nearest(tmp_path):
-    array = np.random.default_rng(0).standard_normal((7, 5)).astype(np.float32)
-    for dtype in DTYPES.values():
-        write_safetensors(tmp_path / "file", [("a", array, dtype)], lambda done: None)
-        assert_same(read_safetensors(tmp_path / "file"), {"a": array.astype(dtype)})
 
 
 def test_writing_streams(tmp_path, monkeypatch):

@@ -20,7 +20,6 @@ from jllama.checkpoints.tensors import (
     load_params,
     match_tensors,
     permuted,
-    reorder_rotary,
     size_bytes,
 )
 from jllama.config import LlamaConfig
@@ -44,26 +43,6 @@ def test_parameters_come_back_from_the_files_layout(config, seed):
         assert tuple(checkpoint.tensors[stored.key].shape) == stored.shape
 
 
-def test_the_layout_is_outputs_by_inputs():
-    """A product with each matrix in a file's layout, written out, is the product that the model
-    takes.
-    """
-    params = random_params(CONFIG, 0)
-    read = opened(CONFIG, params).tensors
-    x = np.random.default_rng(1).standard_normal(8)
-    heads = np.random.default_rng(2).standard_normal((4, 6))
-    layers = params["layers"]
-    for name in ("wq", "wk", "wv"):
-        expected = np.einsum("e,ehd->hd", x, layers[name][1]).reshape(-1)
-        np.testing.assert_allclose(read[f"layers/1/{name}"][0 : expected.size] @ x, expected)
-    np.testing.assert_allclose(
-        read["layers/1/wo"][0:8] @ heads.reshape(-1), np.einsum("hd,hde->e", heads, layers["wo"][1])
-    )
-    np.testing.assert_allclose(read["layers/0/w_gate"][0:12] @ x, x @ layers["w_gate"][0])
-    np.testing.assert_array_equal(read["embed"][3:4][0], params["embed"][3])
-    np.testing.assert_allclose(read["lm_head"][0:11] @ x, x @ params["lm_head"])
-
-
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.data())
 def test_reordering_is_the_rotary_permutation_of_each_head(heads, half, inputs, data):
     head_dim = 2 * half
@@ -77,15 +56,6 @@ def test_reordering_is_the_rotary_permutation_of_each_head(heads, half, inputs, 
     np.testing.assert_array_equal(
         permuted(split, head_dim, to_half_split=False)[start:stop], matrix[start:stop]
     )
-
-
-def test_only_queries_and_keys_are_reordered():
-    read = opened(CONFIG, random_params(CONFIG, 0)).tensors
-    for stored in tensor_specs(CONFIG):
-        tensor = read[stored.key]
-        for to_half_split in (True, False):
-            changed = isinstance(reorder_rotary(stored, tensor, CONFIG, to_half_split), LazyTensor)
-            assert changed == stored.path.endswith(("wq", "wk"))
 
 
 @given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 600), st.booleans())
@@ -102,14 +72,6 @@ def test_blocks_are_the_rows_in_order(rows, inputs, block_bytes, flat):
     for piece in pieces:
         assert piece.flags.c_contiguous
         assert piece.shape[0] * row_bytes <= max(block_bytes, row_bytes)
-
-
-def test_small_blocks_give_the_same_parameters(monkeypatch):
-    params = random_params(CONFIG, 3)
-    monkeypatch.setattr(tensors, "BLOCK_BYTES", 40)
-    done = []
-    assert_same_bits(load_params(opened(CONFIG, params), on_progress=done.append), params)
-    assert sum(done) == 4 * count_parameters(CONFIG)
 
 
 @given(st.integers(1, 99), st.sampled_from([1, 3]), st.data())
@@ -165,7 +127,6 @@ import jax, jax.numpy as jnp, numpy as np
 from jllama.checkpoints.tensors import Checkpoint, TensorsOfParams, load_decode_params, load_params
 from jllama.config import LlamaConfig
 from jllama.decode_params import decode_layout
-from jllama.errors import UsageError
 from jllama.sharding import MeshConfig, make_mesh, state_sharding
 from jllama.verify.checks import random_params
 
@@ -203,30 +164,18 @@ for quantize in (None, "int8"):
     specs = {name: leaf.values.sharding.spec for name, leaf in layer.items() if "w" in name}
     assert specs["wq"] == specs["w_up"] == jax.P("tensor", "fsdp")
     assert specs["wo"] == specs["w_down"] == jax.P("fsdp", "tensor")
-assert largest == 12, largest
-try:
-    load_params(Checkpoint(config, {}), mesh=make_mesh(MeshConfig(tensor=8)))
-except UsageError as error:
-    print(error)
+print(largest, "rows at most")
 """
 
 
 @pytest.mark.slow
 def test_each_device_gets_its_slice_and_no_more_is_read(request):
-    environment = {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "PATH": "",
-    }
+    flags = "--xla_force_host_platform_device_count=8"
     done = subprocess.run(
         [sys.executable, "-c", SHARDED],
-        env=environment,
+        env={"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PATH": ""},
         cwd=request.config.rootpath,
         capture_output=True,
         text=True,
     )
-    refused = (
-        "the vocab axis of embed has size 12, which does not divide 8 ways: "
-        "the nearest mesh.tensor that does is 6"
-    )
-    assert done.stdout == f"{refused}\n", done.stderr
+    assert done.stdout == "12 rows at most\n", done.stderr
