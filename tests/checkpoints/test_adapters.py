@@ -140,7 +140,7 @@ def test_a_base_has_one_fingerprint_in_every_format_and_dtype(tmp_path):
         assert base_fingerprint(open_checkpoint(target)) == fingerprint
 
 
-@pytest.mark.parametrize("kind", slow_but(["lora", "dora"], KINDS))
+@pytest.mark.parametrize("kind", slow_but(["dora"], KINDS))
 def test_a_run_that_trained_an_adapter_is_its_base_with_that(base, kind):
     run = run_of(base, kind)
     lora = lora_of(kind)

@@ -79,7 +79,7 @@ def model_of(name):
     return LanguageModel(CONFIGS[name], params)
 
 
-TOKENS = np.random.default_rng(0).integers(0, BASE.vocab_size, (2, 200))
+TOKENS = np.random.default_rng(0).integers(0, BASE.vocab_size, (1, 100))
 
 
 def transformers_model(folder):

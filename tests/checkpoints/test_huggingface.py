@@ -779,10 +779,18 @@ def test_stop_ids_are_the_generation_configs_else_the_configs(tiny, generation, 
     assert read(tiny).stop_ids == expected
 
 
-@pytest.mark.parametrize("wrong", ["2", [2, "3"], -1, 2.0, True])
-def test_stop_ids_that_are_no_ids_are_refused(tiny, wrong):
-    change(tiny, eos_token_id=wrong)
-    assert "eos_token_id" in message(read, tiny)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("eos_token_id", value) for value in ("2", [2, "3"], -1, 2.0, True)),
+        *(("chat_template", value) for value in (7, {"a": "d"}, [{"name": "a", "template": 7}])),
+    ],
+)
+def test_wrong_stop_ids_and_chat_templates_are_refused(tiny, field, value):
+    (tiny / "tokenizer_config.json").write_text("{}")
+    file = "config.json" if field == "eos_token_id" else "tokenizer_config.json"
+    change(tiny, file, **{field: value})
+    assert field in message(read, tiny)
 
 
 @pytest.mark.parametrize(
@@ -804,12 +812,6 @@ def test_the_chat_template_is_found_in_either_place(tiny, jinja, config, expecte
         json.dumps({} if config is ... else {"chat_template": config})
     )
     assert read(tiny).chat_template == expected
-
-
-@pytest.mark.parametrize("wrong", [7, {"default": "d"}, [{"name": "default", "template": 7}]])
-def test_a_chat_template_that_is_no_text_is_refused(tiny, wrong):
-    (tiny / "tokenizer_config.json").write_text(json.dumps({"chat_template": wrong}))
-    assert "chat_template" in message(read, tiny)
 
 
 @pytest.mark.parametrize(("stops", "field"), [((), None), ((3,), 3), ((3, 5), [3, 5])])

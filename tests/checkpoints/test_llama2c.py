@@ -96,13 +96,9 @@ def run_c_forward(path: Path, tokens: list[int]) -> np.ndarray:
         return weight * x / np.sqrt((x * x).mean() + 1e-5)
 
     def rotated(vector, position):
-        vector = vector.copy()
-        for i in range(0, len(vector), 2):
-            angle = position / 10000.0 ** ((i % head_size) / head_size)
-            a, b = vector[i], vector[i + 1]
-            vector[i] = a * np.cos(angle) - b * np.sin(angle)
-            vector[i + 1] = a * np.sin(angle) + b * np.cos(angle)
-        return vector
+        angles = position / 10000.0 ** (np.arange(0, head_size, 2) / head_size)
+        turned = vector.reshape(-1, head_size // 2, 2) @ [1, 1j] * np.exp(1j * angles)
+        return np.stack([turned.real, turned.imag], -1).reshape(-1)
 
     for position, token in enumerate(tokens):
         x = w["token_embedding_table"][token].copy()

@@ -82,13 +82,14 @@ def finished(tmp_path_factory):
     return folder
 
 
-def test_every_bit_comes_back(finished):
+def test_every_bit_comes_back_without_a_warning(finished, caplog):
     checkpoints = RunCheckpoints(finished, read_only=True)
     assert checkpoints.steps() == [10, 20]
     assert_whole(checkpoints, 10)
     assert_whole(checkpoints, 20)
     params = contents(20)[0]
     assert_same_bits(load_params(Checkpoint(CONFIG, checkpoints.tensors(20, CONFIG))), params)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("name", ["x%41", "x%2Fy", "a b", "x?y", "x#y", "x|y", "%"])
@@ -103,14 +104,8 @@ def test_a_name_is_no_url(finished, tmp_path, name):
         assert (tmp_path / name / "30").is_dir()
 
 
-def test_reading_warns_of_nothing(finished, caplog):
-    RunCheckpoints(finished, read_only=True)
-    assert not caplog.records
-
-
 def test_a_backslash_in_a_name_is_refused(tmp_path):
-    with pytest.raises(JllamaError, match="has a backslash in its name"):
-        RunCheckpoints(tmp_path / "x\\y")
+    assert "has a backslash in its name" in message(RunCheckpoints, tmp_path / "x\\y")
     assert not [*tmp_path.iterdir()]
 
 
@@ -139,17 +134,13 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path):
 
 def test_a_step_without_validation_loss_is_kept_as_last_and_never_as_best(tmp_path):
     checkpoints = RunCheckpoints(tmp_path, keep_last=1)
+    assert (checkpoints.steps(), checkpoints.best_step()) == ([], None)
     save_params(checkpoints, 1)
     assert (checkpoints.steps(), checkpoints.best_step()) == ([1], 1)
     save_params(checkpoints, 2, 4.0)
     save(checkpoints, 3)
     assert (checkpoints.steps(), checkpoints.best_step()) == ([2, 3], 2)
     assert_whole(RunCheckpoints(tmp_path, read_only=True), 3)
-
-
-def test_an_empty_folder_has_no_steps(tmp_path):
-    assert RunCheckpoints(tmp_path).steps() == []
-    assert RunCheckpoints(tmp_path).best_step() is None
 
 
 def test_every_difference_is_listed(finished):
