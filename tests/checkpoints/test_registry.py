@@ -294,12 +294,9 @@ def test_source_and_target_are_compared_as_files(tmp_path, written, monkeypatch)
 
     Links that ``resolve`` does not follow look just so: another path to the same file.
     """
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        shutil.copytree(written / "hf", tmp_path / name / "hf")
-        shutil.copy(written / "gguf", tmp_path / name / "model.gguf")
+    shutil.copytree(written / "hf", tmp_path / "a" / "hf")
+    shutil.copy(written / "gguf", tmp_path / "a" / "model.gguf")
     (tmp_path / "mount").symlink_to("a")
-    before = left(tmp_path)
     monkeypatch.setattr(Path, "resolve", lambda path, strict=False: path.absolute())
     for source, target in [
         ("a/hf", "mount/hf"),
@@ -313,8 +310,7 @@ def test_source_and_target_are_compared_as_files(tmp_path, written, monkeypatch)
     ]:
         with pytest.raises(JllamaError, match=ITSELF):
             registry.check_target(tmp_path / target, [tmp_path / source], overwrite=True)
-        assert left(tmp_path) == before
-    convert(tmp_path / "mount" / "hf", tmp_path / "b" / "hf", "gguf", overwrite=True)
+    convert(tmp_path / "mount" / "hf", tmp_path / "b", "gguf")
 
 
 @pytest.mark.parametrize("to", ["gguf", "hf"])
