@@ -481,7 +481,6 @@ def test_texts_beside_the_weights_go_there_and_back(tmp_path):
     write(opened(config, params, **texts), tmp_path, np.dtype(jnp.bfloat16), lambda _: None)
     found = read(tmp_path)
     assert (found.chat_template, found.stop_ids) == ("{{ messages }}\n", (7, 9))
-    assert found.tokenizer is not None
     assert found.tokenizer.fingerprint() == tokenizer.fingerprint()
     assert (tmp_path / "tokenizer.model").is_file()
     assert_same_bits(load_params(found), in_dtype(params, jnp.bfloat16))
@@ -491,7 +490,6 @@ def test_the_tokenizer_lies_in_the_folder_or_beside_it(tmp_path):
     folder = metas_folder(tmp_path / "models" / "7B", CONFIG)
     train_sentencepiece(["tale upon tale of a tail"] * 9, 280).save(tmp_path / "models")
     found = read(folder).tokenizer
-    assert found is not None
     assert found.vocab_size == 280
     BytesTokenizer().save(folder)
     assert isinstance(read(folder).tokenizer, BytesTokenizer)

@@ -84,21 +84,17 @@ def test_what_torch_saves_is_read(tmp_path, protocol):
         assert not array.flags.writeable
 
 
+names = st.text(min_size=1, max_size=9).filter(lambda text: text.isprintable())
+shapes = st.lists(st.integers(1, 9), min_size=1, max_size=2)
+
+
 @given(
-    st.lists(
-        st.tuples(
-            st.text(min_size=1, max_size=9).filter(lambda text: text.isprintable()),
-            st.lists(st.integers(1, 9), min_size=1, max_size=2),
-            st.sampled_from(list(DTYPES)),
-        ),
-        max_size=5,
-        unique_by=lambda entry: entry[0],
-    ),
+    st.dictionaries(names, st.tuples(shapes, st.sampled_from(list(DTYPES))), max_size=5),
     st.integers(1, 100),
 )
 def test_torch_reads_what_is_written(tmp_path_factory, entries, block_bytes):
     path = tmp_path_factory.mktemp("written") / "ünicode.pth"
-    tensors = {name: torch.randn(shape).to(dtype) for name, shape, dtype in entries}
+    tensors = {name: torch.randn(shape).to(dtype) for name, (shape, dtype) in entries.items()}
     arrays = []
     for name, tensor in tensors.items():
         dtype = DTYPES[tensor.dtype]
