@@ -161,9 +161,9 @@ def test_the_package_reads_what_we_write_as_the_converter_would_have_written_it(
     for tensor in reader.tensors:
         np.testing.assert_array_equal(tensor.data, expected[tensor.name])
     fields = {name: field.contents() for name, field in reader.fields.items()}
-    values = gguf_metadata(config) | {"general.architecture": "llama"}
-    values |= {"general.quantization_version": 2, "llama.vocab_size": 96}
-    for name, value in values.items():
+    assert fields["general.architecture"] == "llama"
+    others = {"general.quantization_version": 2, "llama.vocab_size": 96}
+    for name, value in (gguf_metadata(config) | others).items():
         assert fields[name] == pytest.approx(value, rel=1e-7)
 
 
