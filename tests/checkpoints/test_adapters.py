@@ -168,9 +168,8 @@ def saved_by_peft(peft, base, folder, **options):
     for name, leaf in model.named_parameters():
         if "lora_" in name:
             drawn = torch.randn(leaf.shape, generator=generator)
-            leaf.data = (
-                leaf * (1 + 0.2 * drawn) if "magnitude" in name else drawn / leaf.shape[1] ** 0.5
-            )
+            small = drawn / leaf.shape[1] ** 0.5 / 2
+            leaf.data = leaf * (1 + 0.2 * drawn) if "magnitude" in name else small
     model.save_pretrained(folder)
     return torch_logits(model)
 
@@ -431,7 +430,7 @@ def test_a_run_needs_its_base(base, tmp_path):
     problem = "has adapters of its init_from: "
     refused(f"gone {problem}there is no checkpoint at", tmp_path / "gone", None)
     limit = sys.getrecursionlimit()
-    sys.setrecursionlimit(len(inspect.stack()) + 200)  # to go round the circle a few times
+    sys.setrecursionlimit(len(inspect.stack(0)) + 200)  # to go round the circle a few times
     try:
         refused(f"circle {problem}.*maximum recursion depth", tmp_path / "circle", None)
     finally:

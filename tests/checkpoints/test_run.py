@@ -247,7 +247,7 @@ def test_what_is_no_longer_wanted_is_never_half_there(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        ("[" * 2_000, "recursion"),
+        ("[" * 700, "recursion"),
         ("model: 0001-99-99", "month must be in 1..12"),
         ("model: {vocab_size: " + "9" * 6000 + "}", "digits"),
         ("model: text", "not a mapping"),
