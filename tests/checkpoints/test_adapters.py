@@ -168,8 +168,10 @@ def saved_by_peft(peft, base, folder, **options):
     for name, leaf in model.named_parameters():
         if "lora_" in name:
             drawn = torch.randn(leaf.shape, generator=generator)
-            small = drawn / leaf.shape[1] ** 0.5 / 2
-            leaf.data = leaf * (1 + 0.2 * drawn) if "magnitude" in name else small
+            if "magnitude" in name:
+                leaf.data = leaf * (1 + 0.2 * drawn)
+            else:
+                leaf.data = drawn / leaf.shape[1] ** 0.5 / 2
     model.save_pretrained(folder)
     return torch_logits(model)
 
