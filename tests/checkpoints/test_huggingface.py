@@ -8,10 +8,10 @@ import itertools
 import json
 import logging
 import os
-import types
+import shutil
 from pathlib import Path
+from unittest import mock
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ import safetensors.numpy
 import torch
 import transformers
 from helpers import assert_same_bits
+from helpers_checkpoints import change, in_dtype, message, opened
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,16 +34,14 @@ from jllama.checkpoints.huggingface import (
     write,
 )
 from jllama.checkpoints.registry import convert, load
-from jllama.checkpoints.tensors import Checkpoint, TensorsOfParams, load_params, size_bytes
+from jllama.checkpoints.tensors import load_params, size_bytes
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
-from jllama.model import build_model
 from jllama.parameters import tensor_specs
 from jllama.rope_scaling import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
-    RopeScaling,
     YarnScaling,
 )
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
@@ -61,49 +60,35 @@ BASE = LlamaConfig(
 )
 
 
-def with_rope(config=BASE, **scaling):
-    return dataclasses.replace(config, rope_scaling=scaling)
+def with_rope(scaling, **changes):
+    return dataclasses.replace(BASE, rope_scaling=scaling, **changes)
 
 
-LONG = dataclasses.replace(BASE, rope_theta=500_000.0, max_seq_len=512)
+LONG = {"rope_theta": 500_000.0, "max_seq_len": 512}
 CONFIGS = {
-    "multi-head": LlamaConfig(
-        vocab_size=61, num_layers=2, embed_dim=48, num_heads=4, mlp_dim=40, max_seq_len=128
-    ),
+    "multi-head": dataclasses.replace(BASE, num_kv_heads=4, head_dim=12, norm_eps=1e-5),
     "grouped, explicit head_dim": BASE,
     "multi-query, tied": dataclasses.replace(BASE, num_kv_heads=1, tie_embeddings=True),
-    "linear": with_rope(type="linear", factor=4.0),
-    "Llama 3.1": with_rope(LONG, type="llama3", factor=8.0, original_max_seq_len=32),
-    "Llama 3.2": with_rope(LONG, type="llama3", factor=32.0, original_max_seq_len=32),
-    "yarn": with_rope(LONG, type="yarn", factor=4.0, original_max_seq_len=128),
+    "linear": with_rope(LinearScaling(4.0)),
+    "Llama 3.1": with_rope(Llama3Scaling(8.0, original_max_seq_len=32), **LONG),
+    "Llama 3.2": with_rope(Llama3Scaling(32.0, original_max_seq_len=32), **LONG),
+    "yarn": with_rope(YarnScaling(4.0, original_max_seq_len=128), **LONG),
     "yarn, every knob": with_rope(
-        LONG,
-        type="yarn",
-        factor=4.0,
-        original_max_seq_len=128,
-        beta_fast=8.0,
-        beta_slow=2.0,
-        attention_factor=1.3,
+        YarnScaling(
+            4.0, original_max_seq_len=128, beta_fast=8.0, beta_slow=2.0, attention_factor=1.3
+        ),
+        **LONG,
     ),
-    "dynamic": with_rope(
-        dataclasses.replace(BASE, max_seq_len=64),
-        type="dynamic",
-        factor=4.0,
-        original_max_seq_len=64,
-    ),
+    "dynamic": with_rope(DynamicScaling(4.0, original_max_seq_len=64), max_seq_len=64),
 }
 TOKENS = np.random.default_rng(0).integers(0, BASE.vocab_size, (2, 100))  # longer than dynamic's 64
 
 TINY = LlamaConfig(
     vocab_size=7, num_layers=2, embed_dim=4, num_heads=2, num_kv_heads=1, head_dim=6, mlp_dim=5
 )
-EMBED = "model.embed_tokens.weight"
+EMBED, INDEX = "model.embed_tokens.weight", "model.safetensors.index.json"
 TIED = dataclasses.replace(TINY, tie_embeddings=True)
-
-
-def opened(config, params=None, **others):
-    params = random_params(config, 1) if params is None else params
-    return Checkpoint(config, TensorsOfParams(config, params), **others)
+TINY_PARAMS, TIED_PARAMS = random_params(TINY, 1), random_params(TIED, 1)
 
 
 def written(folder, checkpoint, dtype=None):
@@ -117,7 +102,7 @@ def written(folder, checkpoint, dtype=None):
 
 def their_logits(folder, tokens):
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, output_loading_info=True, attn_implementation="eager"
+        folder, output_loading_info=True, attn_implementation="eager", dtype=torch.float64
     )
     assert not any(info.values()), info
     with torch.no_grad():
@@ -127,33 +112,20 @@ def their_logits(folder, tokens):
 @pytest.fixture
 def tiny(tmp_path):
     """A folder of ours to damage."""
-    return written(tmp_path / "tiny", opened(TINY))
+    return written(tmp_path / "tiny", opened(TINY, TINY_PARAMS))
 
 
 @pytest.fixture
 def tied(tmp_path):
-    return written(tmp_path / "tied", opened(TIED))
+    return written(tmp_path / "tied", opened(TIED, TIED_PARAMS))
+
+
+def contents(folder):
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 def fields_of(folder):
     return json.loads((folder / "config.json").read_text())
-
-
-def change(folder, file="config.json", **changed):
-    """Set fields of a JSON file; ``...`` removes one."""
-    fields = json.loads((folder / file).read_text()) | changed
-    (folder / file).write_text(
-        json.dumps({key: value for key, value in fields.items() if value is not ...})
-    )
-
-
-def message(function, *arguments):
-    with pytest.raises(JllamaError) as error:
-        function(*arguments)
-    text = str(error.value)
-    assert type(error.value) is JllamaError, "a file's fault is not the command line's"
-    assert "\n" not in text
-    return text
 
 
 # Against transformers.
@@ -161,47 +133,38 @@ def message(function, *arguments):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_transformers_loads_ours_and_all_logits_agree(name, tmp_path, caplog):
+    """With the float64 reference; jllama's own are compared with that elsewhere."""
     config = CONFIGS[name]
     params = random_params(config, 1)
     folder = written(tmp_path / "ours", opened(config, params))
     again = read(folder)
     assert again.config == config
-    loaded = load_params(again)
-    ours = jax.jit(lambda params, tokens: build_model(config, params)(tokens))(loaded, TOKENS)
+    assert_same_bits(load_params(again), params)
     transformers.logging.enable_propagation()
-    theirs = their_logits(folder, TOKENS)
+    for length in (64, 100):  # dynamic scaling begins at 64
+        tokens = TOKENS[:, :length]
+        expected = oracle.forward(params, tokens, config)
+        assert relative_error(their_logits(folder, tokens), expected) < 1e-5
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert_same_bits(jax.tree.map(np.asarray, loaded), params)
-    exact = oracle.forward(params, TOKENS, config)
-    assert relative_error(ours, exact) < 1e-5
-    assert relative_error(theirs, exact) < 1e-5
-    assert relative_error(ours, theirs) < 1e-5
-
-
-def test_dynamic_logits_agree_within_the_context_too(tmp_path):
-    config, tokens = CONFIGS["dynamic"], TOKENS[:, :64]
-    checkpoint = opened(config)
-    folder = written(tmp_path / "ours", checkpoint)
-    ours = jax.jit(lambda params, tokens: build_model(config, params)(tokens))(
-        load_params(checkpoint), tokens
-    )
-    assert relative_error(ours, their_logits(folder, tokens)) < 1e-5
 
 
 @pytest.mark.parametrize(
     ("name", "shard_bytes"),
-    [*((name, 10**9) for name in CONFIGS), ("linear", 20_000), ("multi-query, tied", 20_000)],
+    [
+        ("multi-head", 10**9),
+        ("yarn, every knob", 10**9),
+        ("dynamic", 10**9),
+        ("linear", 20_000),
+        ("multi-query, tied", 20_000),
+    ],
 )
 def test_what_transformers_saves_is_read(name, shard_bytes, tmp_path):
     config = CONFIGS[name]
     torch.manual_seed(0)
-    theirs = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            **config_to_huggingface(config, "float32"), attn_implementation="eager"
-        )
-    ).eval()
+    fields = transformers.LlamaConfig(**config_to_huggingface(config, "float32"))
+    theirs = transformers.LlamaForCausalLM(fields)
     theirs.save_pretrained(tmp_path, max_shard_size=shard_bytes)
-    assert (tmp_path / "model.safetensors.index.json").exists() == (shard_bytes < 10**9)
+    assert (tmp_path / INDEX).exists() == (shard_bytes < 10**9)
     assert recognizes(tmp_path)
     checkpoint = read(tmp_path)
     assert checkpoint.config == config
@@ -211,78 +174,41 @@ def test_what_transformers_saves_is_read(name, shard_bytes, tmp_path):
         assert np.array_equal(tensor[0 : tensor.shape[0]], state[stored.name("huggingface")])
 
 
-@pytest.mark.parametrize(
-    ("name", "changed"),
-    [
-        ("multi-head", {"norm_eps": 3e-3}),
-        ("multi-head", {"rope_theta": 20_000.0}),
-        ("Llama 3.2", {"rope_scaling": Llama3Scaling(8.0, original_max_seq_len=32)}),
-        ("Llama 3.2", {"rope_scaling": Llama3Scaling(32.0, original_max_seq_len=40)}),
-        ("linear", {"rope_scaling": None}),
-        (
-            "yarn",
-            {"rope_scaling": YarnScaling(4.0, original_max_seq_len=128, attention_factor=1.0)},
-        ),
-        ("yarn", {"rope_scaling": YarnScaling(4.0, original_max_seq_len=128, beta_fast=4.0)}),
-        ("yarn", {"rope_scaling": YarnScaling(4.0, original_max_seq_len=128, beta_slow=0.1)}),
-        ("dynamic", {"rope_scaling": DynamicScaling(3.0, original_max_seq_len=64)}),
-        (
-            "dynamic",
-            {"max_seq_len": 80, "rope_scaling": DynamicScaling(4.0, original_max_seq_len=80)},
-        ),
-    ],
-)
-def test_every_knob_of_the_config_moves_their_logits(name, changed, tmp_path):
-    """By a hundred times the tolerance: leaving one out of the file, or writing it wrong, would be
-    seen above.
-    """
-    right = written(tmp_path / "right", opened(CONFIGS[name]))
-    wrong = written(tmp_path / "wrong", opened(dataclasses.replace(CONFIGS[name], **changed)))
-    assert (right / "model.safetensors").read_bytes() == (wrong / "model.safetensors").read_bytes()
-    assert relative_error(their_logits(wrong, TOKENS), their_logits(right, TOKENS)) > 1e-3
-
-
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16])
 @pytest.mark.parametrize("shard_bytes", [5_000_000_000, 150])
-def test_there_and_back_is_the_same_bits(dtype, shard_bytes, tmp_path, monkeypatch):
+@pytest.mark.parametrize("config", [TINY, TIED], ids=["head", "tied"])
+def test_there_and_back_is_the_same_bits(config, dtype, shard_bytes, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface, "MAX_SHARD_BYTES", shard_bytes)
-    for config in (TINY, TIED):
-        params = jax.tree.map(lambda leaf: leaf.astype(dtype), random_params(config, 2))
-        first = written(tmp_path / f"first{config.tie_embeddings}", opened(config, params))
-        second = written(tmp_path / f"second{config.tie_embeddings}", read(first))
-        assert_same_bits(load_params(read(second)), params)
-        assert (
-            fields_of(second)["dtype"] == fields_of(second)["torch_dtype"] == np.dtype(dtype).name
-        )
-        assert {file.name: file.read_bytes() for file in first.iterdir()} == {
-            file.name: file.read_bytes() for file in second.iterdir()
-        }
+    params = in_dtype(random_params(config, 2), dtype)
+    first = written(tmp_path / "first", opened(config, params))
+    second = written(tmp_path / "second", read(first))
+    assert_same_bits(load_params(read(second)), params)
+    fields = fields_of(second)
+    assert fields["dtype"] == fields["torch_dtype"] == np.dtype(dtype).name
+    assert contents(first) == contents(second)
 
 
 def test_a_dtype_is_converted_to_and_mixed_ones_are_kept(tmp_path):
-    params = random_params(TINY, 0)
-    narrow = written(tmp_path / "narrow", opened(TINY, params), np.dtype(jnp.bfloat16))
-    assert_same_bits(
-        load_params(read(narrow)), jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-    )
-    mixed = params | {
-        "embed": params["embed"].astype(jnp.bfloat16),
-        "lm_head": params["lm_head"].astype(np.float16),
+    checkpoint = opened(TINY, TINY_PARAMS)
+    narrow = written(tmp_path / "narrow", checkpoint, np.dtype(jnp.bfloat16))
+    assert_same_bits(load_params(read(narrow)), in_dtype(TINY_PARAMS, jnp.bfloat16))
+    mixed = TINY_PARAMS | {
+        "embed": TINY_PARAMS["embed"].astype(jnp.bfloat16),
+        "lm_head": TINY_PARAMS["lm_head"].astype(np.float16),
     }
     folder = written(tmp_path / "mixed", opened(TINY, mixed))
     assert_same_bits(load_params(read(folder)), mixed)
     assert fields_of(folder)["dtype"] == "float32"  # transformers casts to it: nothing may be lost
-    assert "int8" in message(write, opened(TINY), tmp_path, np.dtype(np.int8), lambda done: None)
+    assert "int8" in message(write, checkpoint, tmp_path, np.dtype(np.int8), lambda done: None)
 
 
 def test_shards_are_full_but_never_over(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface, "MAX_SHARD_BYTES", 400)
-    config = dataclasses.replace(
-        TINY, vocab_size=40
-    )  # an embedding of 640 bytes has a shard of its own
+    # An embedding of 640 bytes has a shard of its own.
+    config = dataclasses.replace(TINY, vocab_size=40)
     params = random_params(config, 3)
     folder = written(tmp_path / "ours", opened(config, params))
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index = json.loads((folder / INDEX).read_text())
     files = sorted(folder.glob("*.safetensors"))
     assert [file.name for file in files] == [
         f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)
@@ -290,9 +216,8 @@ def test_shards_are_full_but_never_over(tmp_path, monkeypatch):
     sizes = []
     for file in files:
         shard = safetensors.numpy.load_file(file)
-        assert {name for name, place in index["weight_map"].items() if place == file.name} == set(
-            shard
-        )
+        names = {name for name, place in index["weight_map"].items() if place == file.name}
+        assert names == set(shard)
         sizes.append(sum(array.nbytes for array in shard.values()))
         assert sizes[-1] <= 400 or len(shard) == 1
     assert index["metadata"]["total_size"] == sum(sizes) == size_bytes(opened(config, params), None)
@@ -302,7 +227,7 @@ def test_shards_are_full_but_never_over(tmp_path, monkeypatch):
 
 
 def test_a_model_fits_one_file_up_to_the_limit(tmp_path, monkeypatch):
-    checkpoint = opened(TINY)
+    checkpoint = opened(TINY, TINY_PARAMS)
     for over in (0, 1):
         monkeypatch.setattr(huggingface, "MAX_SHARD_BYTES", size_bytes(checkpoint, None) - over)
         folder = written(tmp_path / str(over), checkpoint)
@@ -357,67 +282,43 @@ def configs(draw):
 
 @given(config=configs())
 def test_a_configuration_comes_back_from_either_spelling(config, tmp_path_factory):
+    """And transformers reads the same from either, with all that shapes the model."""
     source = tmp_path_factory.getbasetemp() / "config.json"
     fields = json.loads(json.dumps(config_to_huggingface(config, "bfloat16")))
-    assert config_from_huggingface(fields, source) == config
     four = {key: value for key, value in fields.items() if key not in ("rope_parameters", "dtype")}
-    five = {
-        key: value
-        for key, value in fields.items()
-        if key not in ("rope_scaling", "rope_theta", "torch_dtype")
-    }
+    only_four = ("rope_scaling", "rope_theta", "torch_dtype")
+    five = {key: value for key, value in fields.items() if key not in only_four}
     old = copy.deepcopy(four)
     if old["rope_scaling"]:
         old["rope_scaling"]["type"] = old["rope_scaling"].pop("rope_type")
-    for spelling in (four, five, old):
+    for spelling in (fields, four, five, old):
         assert config_from_huggingface(spelling, source) == config
 
-
-@given(config=configs())
-def test_transformers_reads_the_same_from_either_spelling(config):
-    """Their two readings of our one file are equal, and all that shapes the model is in them."""
-    fields = config_to_huggingface(config, "bfloat16")
-    four = {key: value for key, value in copy.deepcopy(fields).items() if key != "rope_parameters"}
-    both, old = transformers.LlamaConfig(**copy.deepcopy(fields)), transformers.LlamaConfig(**four)
-    assert both.to_dict() == old.to_dict()
+    both, plain = (
+        transformers.LlamaConfig(**copy.deepcopy(spelling))
+        for spelling in (fields, four | {"dtype": "bfloat16"})
+    )
+    assert both.to_dict() == plain.to_dict()
     saved = json.loads(both.to_json_string(use_diff=False))
     assert not {"rope_scaling", "rope_theta"} & saved.keys()
-    assert all(
-        saved[key] == value
-        for key, value in fields.items()
-        if key in saved and key != "rope_parameters"
-    )
+    same = (fields.keys() & saved.keys()) - {"rope_parameters"}
+    assert {key: saved[key] for key in same} == {key: fields[key] for key in same}
     assert saved["rope_parameters"].items() >= fields["rope_parameters"].items()
 
 
 def test_missing_fields_are_transformers_defaults(tmp_path):
     theirs = transformers.LlamaConfig().to_dict()
-    for fields in (
-        {"model_type": "llama"},
-        {"architectures": ["LlamaForCausalLM"]},
-        dict.fromkeys(theirs),
-    ):
-        fields = fields | {"model_type": "llama", "vocab_size": 32_000}
-        assert config_from_huggingface(fields, tmp_path) == config_from_huggingface(
-            theirs, tmp_path
-        )
-    assert config_from_huggingface({"model_type": "llama"}, tmp_path) == LlamaConfig(
-        vocab_size=0,
-        num_layers=32,
-        embed_dim=4096,
-        num_heads=32,
-        num_kv_heads=32,
-        head_dim=128,
-        mlp_dim=11_008,
-        max_seq_len=2048,
-        norm_eps=1e-6,
-        rope_theta=10_000.0,
-        tie_embeddings=False,
-    )
+    expected = config_from_huggingface(theirs, tmp_path)
+    named = {"model_type": "llama"}
+    for fields in (named, {"architectures": ["LlamaForCausalLM"]}, dict.fromkeys(theirs) | named):
+        assert config_from_huggingface(fields | {"vocab_size": 32_000}, tmp_path) == expected
+    assert config_from_huggingface(named, tmp_path).vocab_size == 0
 
 
 LLAMA = {"model_type": "llama", "max_position_embeddings": 4096}
 YARN = {"rope_type": "yarn", "factor": 8.0}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+SHORT = {"original_max_position_embeddings": 512}
 
 
 @pytest.mark.parametrize(
@@ -426,70 +327,24 @@ YARN = {"rope_type": "yarn", "factor": 8.0}
         ({"rope_scaling": None}, 1e4, None),
         ({"rope_scaling": {}, "rope_theta": 7}, 7, None),
         ({"rope_scaling": {"type": "default"}, "rope_theta": 7}, 7, None),
-        ({"rope_parameters": {"rope_theta": 7}}, 7, None),
+        ({"rope_parameters": {"rope_theta": 7, "partial_rotary_factor": 1.0}}, 7, None),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, 1e4, LinearScaling(2.0)),
+        ({"rope_scaling": LINEAR | {"type": "linear"}}, 1e4, LinearScaling(2.0)),
+        ({"rope_theta": 7, "rope_parameters": LINEAR}, 7, LinearScaling(2.0)),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 1e4, DynamicScaling(2.0, 4096)),
+        ({"rope_parameters": YARN}, 1e4, YarnScaling(8.0, original_max_seq_len=4096)),
+        ({"rope_parameters": YARN | SHORT}, 1e4, YarnScaling(8.0, original_max_seq_len=512)),
+        ({"rope_parameters": YARN} | SHORT, 1e4, YarnScaling(8.0, original_max_seq_len=512)),
         (
-            {
-                "rope_parameters": {
-                    "rope_type": "default",
-                    "rope_theta": 7,
-                    "partial_rotary_factor": 1.0,
-                }
-            },
-            7,
-            None,
-        ),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, 1e4, ("linear", 2.0)),
-        (
-            {"rope_scaling": {"type": "linear", "rope_type": "linear", "factor": 2.0}},
+            {"rope_parameters": YARN | {"truncate": True, "finetuned": True, "mscale": 0.7}},
             1e4,
-            ("linear", 2.0),
+            YarnScaling(8.0, original_max_seq_len=4096),
         ),
-        (
-            {"rope_theta": 7, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
-            7,
-            ("linear", 2.0),
-        ),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 1e4, ("dynamic", 2.0, 4096)),
-        (
-            {
-                "rope_scaling": {
-                    "type": "dynamic",
-                    "factor": 2.0,
-                    "original_max_position_embeddings": 4096,
-                }
-            },
-            1e4,
-            ("dynamic", 2.0, 4096),
-        ),
-        ({"rope_parameters": YARN}, 1e4, ("yarn", 8.0, 4096)),
-        (
-            {"rope_parameters": YARN | {"original_max_position_embeddings": 512}},
-            1e4,
-            ("yarn", 8.0, 512),
-        ),
-        (
-            {"rope_parameters": YARN, "original_max_position_embeddings": 512},
-            1e4,
-            ("yarn", 8.0, 512),
-        ),
-        (
-            {"rope_parameters": YARN | {"truncate": True, "finetuned": True}},
-            1e4,
-            ("yarn", 8.0, 4096),
-        ),
-        ({"rope_parameters": YARN | {"mscale": 0.7}}, 1e4, ("yarn", 8.0, 4096)),
     ],
 )
 def test_rope_is_read_as_transformers_does(fields, theta, scaling, tmp_path):
     config = config_from_huggingface(LLAMA | fields, tmp_path)
-    length = {"original_max_seq_len": scaling[2]} if scaling and len(scaling) > 2 else {}
-    expected = (
-        RopeScaling.from_fields({"type": scaling[0], "factor": scaling[1], **length})
-        if scaling
-        else None
-    )
-    assert config.rope_scaling == expected
-    assert config.rope_theta == theta
+    assert (config.rope_scaling, config.rope_theta) == (scaling, theta)
 
 
 @pytest.mark.parametrize(
@@ -506,15 +361,12 @@ def test_yarn_reads_as_transformers_does(attention, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "problem"),
     [
         ({"model_type": "gemma"}, "model_type 'gemma'; jllama reads models of the types llama, "),
-        ({"model_type": "llama4_text"}, "model_type 'llama4_text'"),
         ({"model_type": ...}, None),
         ({"model_type": ..., "architectures": ["GemmaForCausalLM"]}, "model_type None"),
         ({"model_type": ..., "architectures": 7}, "model_type None"),
-        ({"attention_bias": True}, "attention_bias true"),
-        ({"mlp_bias": True}, "mlp_bias true"),
         ({"attention_bias": True, "mlp_bias": True}, "attention_bias true, mlp_bias true"),
         ({"sliding_window": 4096}, "sliding_window 4096"),
         ({"sliding_window": 4096, "use_sliding_window": False}, None),
@@ -524,45 +376,28 @@ def test_yarn_reads_as_transformers_does(attention, tmp_path):
         ({"layer_types": ["full_attention", "full_attention"]}, None),
         ({"layer_types": 7}, "layer_types 7"),
         ({"num_local_experts": 8}, "num_local_experts 8"),
-        ({"num_experts": 8}, "num_experts 8"),
         ({"num_experts": 0}, None),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"hidden_act": "gelu"}, 'hidden_act "gelu"'),
         ({"pretraining_tp": 2, "attention_dropout": 0.1, "use_cache": False}, None),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, '"longrope"'),
-        ({"rope_scaling": {"type": "su"}}, '"su"'),
         ({"rope_scaling": {"rope_type": ["linear"]}}, '["linear"]'),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 8.0, "beta_fast": 2}}, "beta_fast"),
+        ({"rope_scaling": LINEAR | {"beta_fast": 2}}, "beta_fast"),
         ({"rope_scaling": {"rope_type": "default", "factor": 8.0}}, "type is 'default'"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "alpha": 1000}}, "alpha"),
-        (
-            {
-                "rope_scaling": {
-                    "rope_type": "dynamic",
-                    "factor": 2.0,
-                    "original_max_position_embeddings": 9,
-                }
-            },
-            "dynamic",
-        ),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}, "truncate"),
-        (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 0}},
-            "attention_factor 0",
-        ),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 0.5}}, "beta_fast"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": "8"}}, 'factor "8"'),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor"),
+        ({"rope_scaling": LINEAR | {"rope_type": "dynamic", "alpha": 1000}}, "alpha"),
+        ({"rope_scaling": LINEAR | SHORT | {"rope_type": "dynamic"}}, "dynamic"),
+        ({"rope_scaling": YARN | {"truncate": False}}, "truncate"),
+        ({"rope_scaling": YARN | {"attention_factor": 0}}, "attention_factor 0"),
+        ({"rope_scaling": YARN | {"beta_fast": 0.5}}, "beta_fast"),
+        ({"rope_scaling": LINEAR | {"factor": "8"}}, 'factor "8"'),
+        ({"rope_scaling": LINEAR | {"factor": 0.5}}, "factor"),
         ({"rope_scaling": "linear"}, "must be an object"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 8.0}}, None),
+        ({"rope_parameters": LINEAR}, None),
         ({"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}}, "rope_theta 5.0, but 6.0"),
         (
-            {
-                "rope_scaling": {"type": "linear", "factor": 2.0},
-                "rope_parameters": {"type": "linear", "factor": 4.0},
-            },
+            {"rope_scaling": LINEAR, "rope_parameters": LINEAR | {"factor": 4.0}},
             "factor 2.0, but 4.0",
         ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
@@ -570,52 +405,40 @@ def test_yarn_reads_as_transformers_does(attention, tmp_path):
         ({"rope_theta": 0}, "rope_theta 0"),
         ({"rope_theta": "10000"}, 'rope_theta "10000"'),
         ({"rope_theta": float("nan")}, "rope_theta NaN"),
-        ({"rope_theta": float("inf")}, "rope_theta Infinity"),
         ({"rope_theta": 10**400}, "rope_theta 1000"),
-        ({"rms_norm_eps": "1e-5"}, 'rms_norm_eps "1e-5"'),
         ({"rms_norm_eps": -1e-5}, "rms_norm_eps -1e-05"),
         ({"rms_norm_eps": True}, "rms_norm_eps true"),
         ({"hidden_size": "48"}, 'hidden_size "48"'),
         ({"hidden_size": 48.0}, "hidden_size 48.0"),
         ({"hidden_size": -48}, "hidden_size -48"),
         ({"num_hidden_layers": 0}, "num_hidden_layers 0"),
-        ({"num_hidden_layers": True}, "num_hidden_layers true"),
-        (
-            {"num_hidden_layers": 10**9},
-            "num_layers is 1,000,000,000; it must be at most 10,000",
-        ),
+        ({"num_hidden_layers": 10**9}, "num_layers is 1,000,000,000; it must be at most 10,000"),
         ({"num_key_value_heads": 0}, "num_key_value_heads 0"),
         ({"num_key_value_heads": 3}, "num_kv_heads 3"),
         ({"head_dim": 7}, "head_dim 7"),
-        ({"head_dim": [8]}, "head_dim [8]"),
         ({"max_position_embeddings": 2**40}, "max_seq_len is 1,099,511,627,776"),
         ({"vocab_size": -2}, "vocab_size -2"),
-        ({"vocab_size": "61"}, 'vocab_size "61"'),
         ({"intermediate_size": {}}, "intermediate_size {}"),
         ({"tie_word_embeddings": "true"}, 'tie_word_embeddings "true"'),
     ],
 )
-def test_what_a_config_may_not_ask_for_is_named(changed, said, tmp_path):
+def test_what_a_config_may_not_ask_for_is_named(changed, problem, tmp_path):
     fields = config_to_huggingface(BASE, "float32")
     for key in ("rope_theta", "rope_scaling", "rope_parameters"):
         del fields[key]
-    wanted = {key: value for key, value in (fields | changed).items() if value is not ...}
+    fields = {key: value for key, value in (fields | changed).items() if value is not ...}
     source = tmp_path / "config.json"
-    if said is None:
-        config_from_huggingface(wanted, source)
+    if problem is None:
+        config_from_huggingface(fields, source)
         return
-    text = message(config_from_huggingface, wanted, source)
-    assert said in text
+    text = message(config_from_huggingface, fields, source)
+    assert problem in text
     assert str(source) in text
 
 
+scalars = st.none() | st.booleans() | st.integers(-3, 9) | st.integers() | st.floats()
 json_values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-3, 9)
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=8),
+    scalars | st.text(max_size=8),
     lambda inner: (
         st.lists(inner, max_size=2)
         | st.dictionaries(st.sampled_from(["rope_type", "factor", "a"]), inner)
@@ -624,36 +447,31 @@ json_values = st.recursive(
 )
 
 
-@pytest.mark.parametrize("name", ["grouped, explicit head_dim", "yarn, every knob", "dynamic"])
-@given(data=st.data(), value=json_values)
+@given(name=st.sampled_from([*CONFIGS]), data=st.data(), value=json_values)
 def test_any_value_in_any_field_is_read_or_refused(name, data, value):
     fields = config_to_huggingface(CONFIGS[name], "float32")
-    others = [
-        "quantization_config",
-        "sliding_window",
-        "layer_types",
-        "original_max_position_embeddings",
-    ]
+    others = ["quantization_config", "sliding_window", "layer_types"]
+    others += ["original_max_position_embeddings"]
     fields = json.loads(json.dumps(fields | dict.fromkeys(others)))
-    place = data.draw(
-        st.sampled_from([fields, *(value for value in fields.values() if isinstance(value, dict))])
-    )
+    objects = [value for value in fields.values() if isinstance(value, dict)]
+    place = data.draw(st.sampled_from([fields, *objects]))
     place[data.draw(st.sampled_from(sorted(place)))] = value
     try:
         config_from_huggingface(fields, Path("config.json"))
     except JllamaError as error:
-        said = error
+        problem = error
     else:
         return
-    assert type(said) is JllamaError
-    assert str(said).startswith("config.json")
+    assert type(problem) is JllamaError
+    assert str(problem).startswith("config.json")
 
 
 def test_what_transformers_cannot_hold_is_refused_before_a_byte_is_written(tmp_path):
     uneven = dataclasses.replace(TINY, embed_dim=5)
-    stretched = with_rope(type="dynamic", factor=2.0, original_max_seq_len=32)
-    for config, said in ((uneven, "embed_dim (5)"), (stretched, "original_max_seq_len (32)")):
-        assert said in message(write, opened(config), tmp_path, None, lambda done: None)
+    stretched = with_rope(DynamicScaling(2.0, original_max_seq_len=32))
+    for config, problem in ((uneven, "embed_dim (5)"), (stretched, "original_max_seq_len (32)")):
+        checkpoint = opened(config, random_params(config, 1))
+        assert problem in message(write, checkpoint, tmp_path, None, lambda done: None)
         assert not list(tmp_path.iterdir())
     with pytest.raises(Exception, match="not a multiple"):
         transformers.LlamaConfig(hidden_size=5, num_attention_heads=2, head_dim=6)
@@ -663,30 +481,27 @@ def test_what_transformers_cannot_hold_is_refused_before_a_byte_is_written(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("files", "expected"),
+    ("file", "text", "expected"),
     [
-        ({}, False),
-        ({"config.json": '{"model_type": "gpt2"}'}, True),
-        ({"config.json": '{"architectures": []}'}, True),
-        ({"config.json": '{"a": 1}'}, False),
-        ({"config.json": "[1"}, False),
-        ({"config.json": "[]"}, False),
-        ({"anything.safetensors": ""}, True),
-        ({"params.json": "{}"}, False),
+        ("config.json", '{"model_type": "gpt2"}', True),
+        ("config.json", '{"architectures": []}', True),
+        ("config.json", '{"a": 1}', False),
+        ("config.json", "[1", False),
+        ("config.json", "[]", False),
+        ("anything.safetensors", "", True),
+        ("params.json", "{}", False),
     ],
 )
-def test_a_folder_is_recognized_by_its_files(files, expected, tmp_path):
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
+def test_a_folder_is_recognized_by_its_files(file, text, expected, tmp_path):
+    (tmp_path / file).write_text(text)
     assert recognizes(tmp_path) is expected
 
 
 def test_what_is_no_folder_is_not_recognized(tiny, tmp_path):
     assert recognizes(tiny)
-    assert not recognizes(tiny / "config.json")
-    assert not recognizes(tmp_path / "nowhere")
     (tmp_path / "config.json").mkdir()
-    assert not recognizes(tmp_path)
+    for path in (tiny / "config.json", tmp_path / "nowhere", tmp_path):
+        assert not recognizes(path)
 
 
 @pytest.mark.parametrize("vocab_size", [-1, None, ...])
@@ -701,7 +516,7 @@ def rewrite(folder, function, file="model.safetensors"):
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "problems"),
     [
         (
             lambda t: {k: v for k, v in t.items() if "norm" not in k},
@@ -715,48 +530,44 @@ def rewrite(folder, function, file="model.safetensors"):
             lambda t: t | {"model.norm.weight": np.ones(5, np.float32)},
             ["model.norm.weight", "[5]", "[4]"],
         ),
-        (
-            lambda t: t | {"lm_head.weight": np.ones((4, 7), np.float32)},
-            ["lm_head.weight", "[4, 7]", "[7, 4]"],
-        ),
-        (
-            lambda t: t | {"model.embed_tokens.weight": np.ones((8, 4), np.float32)},
-            ["[8, 4]", "[7, 4]"],
-        ),
-        (lambda t: t | {"model.embed_tokens.weight": np.float32(1)}, ["is []", "[7, 4]"]),
+        (lambda t: t | {EMBED: np.ones((8, 4), np.float32)}, ["[8, 4]", "[7, 4]"]),
+        (lambda t: t | {EMBED: np.ones((), np.float32)}, ["is []", "[7, 4]"]),
         (
             lambda t: {k: v for k, v in t.items() if k != "lm_head.weight"},
             ["lm_head.weight", "tie_word_embeddings"],
         ),
         (lambda t: t | {"model.norm.weight": np.ones(4, np.int64)}, ["model.norm.weight", "I64"]),
+        (
+            lambda t: {f"module.{k}": v for k, v in t.items()},
+            ["remove module. from the names of its tensors"],
+        ),
+        (
+            lambda t: {k.replace("lm_head", "score"): v for k, v in t.items()},
+            ["with score.weight it is a classifier"],
+        ),
     ],
 )
-def test_weights_that_differ_from_the_config_are_listed(tiny, function, said):
-    rewrite(
-        tiny, lambda tensors: {name: np.asarray(array) for name, array in function(tensors).items()}
-    )
+def test_weights_that_differ_from_the_config_are_listed(tiny, function, problems):
+    rewrite(tiny, function)
     text = message(read, tiny)
     assert str(tiny) in text
-    assert all(words in text for words in said), text
+    assert all(words in text for words in problems), text
     change(tiny, vocab_size=-1)
     message(read, tiny)
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (), (7, 0), (4,)])
 def test_an_embedding_of_no_rows_is_refused(tied, shape):
-    rewrite(
-        tied, lambda tensors: tensors | {"model.embed_tokens.weight": np.ones(shape, np.float32)}
-    )
-    rewrite(tied, lambda tensors: tensors | {"lm_head.weight": np.ones(shape, np.float32)})
+    array = np.ones(shape, np.float32)
+    rewrite(tied, lambda tensors: tensors | {EMBED: array, "lm_head.weight": array})
     change(tied, vocab_size=-1)
-    assert f"model.embed_tokens.weight is {list(shape)}" in message(read, tied)
+    assert f"{EMBED} is {list(shape)}" in message(read, tied)
 
 
 def test_other_layer_counts_are_refused(tiny):
-    change(tiny, num_hidden_layers=1)
-    assert "model.layers.1.mlp.up_proj.weight" in message(read, tiny)
-    change(tiny, num_hidden_layers=3)
-    assert "model.layers.2.mlp.up_proj.weight" in message(read, tiny)
+    for num_layers, layer in ((1, 1), (3, 2)):
+        change(tiny, num_hidden_layers=num_layers)
+        assert f"model.layers.{layer}.mlp.up_proj.weight" in message(read, tiny)
 
 
 def test_rotary_frequencies_in_a_file_are_left_out(tiny):
@@ -765,57 +576,54 @@ def test_rotary_frequencies_in_a_file_are_left_out(tiny):
         for layer in (0, 1)
     }
     rewrite(tiny, lambda tensors: tensors | extra)
-    assert_same_bits(load_params(read(tiny)), random_params(TINY, 1))
+    assert_same_bits(load_params(read(tiny)), TINY_PARAMS)
     rewrite(tiny, lambda tensors: tensors | {"rotary_emb.inv_freq": np.ones(3, np.float32)})
     assert "rotary_emb.inv_freq" in message(read, tiny)
 
 
 def test_a_repeated_head_of_a_tied_model_must_be_the_embedding(tied):
-    rewrite(
-        tied, lambda tensors: tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
-    )
-    checkpoint = read(tied)
-    assert_same_bits(load_params(checkpoint), random_params(TIED, 1))
-
-    def change_one_bit(tensors):
-        tensors["lm_head.weight"].view(np.uint32)[6, 3] ^= 1
-        return tensors
-
-    rewrite(tied, change_one_bit)
-    assert "tie_word_embeddings" in message(read, tied)
+    rewrite(tied, lambda tensors: tensors | {"lm_head.weight": tensors[EMBED]})
+    assert_same_bits(load_params(read(tied)), TIED_PARAMS)
+    embed = TIED_PARAMS["embed"]
+    one_bit = embed.copy()
+    one_bit.view(np.uint32)[6, 3] ^= 1
     zeros, nans = np.zeros((7, 4), np.float32), np.full((7, 4), np.nan, np.float32)
-    for embed, head, same in ((zeros, -zeros, False), (nans, nans, True)):
-        rewrite(tied, lambda tensors, e=embed, h=head: tensors | {EMBED: e, "lm_head.weight": h})
+    for rows, head, same in [
+        (embed, one_bit, False),
+        (zeros, -zeros, False),
+        (nans, nans.astype(np.float16), False),
+        (nans, nans, True),
+    ]:
+        rewrite(tied, lambda tensors, e=rows, h=head: tensors | {EMBED: e, "lm_head.weight": h})
         if same:
             read(tied)
         else:
             assert "differs" in message(read, tied)
-    rewrite(
-        tied,
-        lambda tensors: tensors | {"lm_head.weight": tensors["lm_head.weight"].astype(np.float16)},
-    )
-    assert "differs" in message(read, tied)
+            assert "tie_word_embeddings" in message(read, tied)
     change(tied, tie_word_embeddings=False)
     assert not read(tied).config.tie_embeddings
 
 
+@pytest.fixture(scope="module")
+def tiny_files(tmp_path_factory):
+    return contents(written(tmp_path_factory.mktemp("tiny") / "tiny", opened(TINY, TINY_PARAMS)))
+
+
 @given(data=st.data())
-def test_a_file_cut_anywhere_is_refused(data, tmp_path_factory):
-    folder = written(tmp_path_factory.mktemp("cut") / "tiny", opened(TINY))
+def test_a_file_cut_anywhere_is_refused(data, tiny_files, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cut")
+    for name, content in tiny_files.items():
+        (folder / name).write_bytes(content)
     file = folder / data.draw(st.sampled_from(["config.json", "model.safetensors"]))
-    end = file.stat().st_size - (
-        2 if file.suffix == ".json" else 1
-    )  # its last byte is the line's end
-    os.truncate(file, data.draw(st.integers(0, end)))
+    kept = file.stat().st_size - (2 if file.suffix == ".json" else 1)  # its last byte ends a line
+    os.truncate(file, data.draw(st.integers(0, kept)))
     assert file.name in message(read, folder)
 
 
 DEEP = b'{"hidden_size":' + b"[" * 900 + b"]" * 900 + b"}"
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b"7", b'"llama"', b"\xff\xfe\xff", b"[" * 200_000, DEEP]
-)
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff\xfe\xff", b"[" * 200_000, DEEP])
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
 def test_a_file_that_is_no_json_object_is_refused(tiny, file, content):
     (tiny / file).write_bytes(content)
@@ -841,11 +649,11 @@ def test_missing_files_are_named(tiny):
 @pytest.fixture
 def sharded(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface, "MAX_SHARD_BYTES", 300)
-    return written(tmp_path / "sharded", opened(TINY))
+    return written(tmp_path / "sharded", opened(TINY, TINY_PARAMS))
 
 
 def places(folder):
-    return json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    return json.loads((folder / INDEX).read_text())["weight_map"]
 
 
 def test_missing_shards_are_named(sharded):
@@ -861,60 +669,42 @@ def test_shards_may_be_links_out_of_the_folder(sharded, tmp_path):
     for number, file in enumerate(sharded.glob("*.safetensors")):
         file.rename(tmp_path / str(number))
         file.symlink_to(tmp_path / str(number))
-    assert_same_bits(load_params(read(sharded)), random_params(TINY, 1))
+    assert_same_bits(load_params(read(sharded)), TINY_PARAMS)
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        "../a.safetensors",
-        "/a.safetensors",
-        "b/a.safetensors",
-        "..\\a.safetensors",
-        "C:a.safetensors",
-        "a\0.safetensors",
-        300 * "a" + ".safetensors",
-        "..",
-        "",
-        "config.json",
-        7,
-        None,
-        [],
-    ],
-)
+OUTSIDE = [
+    f"{name}.safetensors" for name in ("../a", "/a", "b/a", "..\\a", "C:a", "a\0", 300 * "a")
+]
+
+
+@pytest.mark.parametrize("place", [*OUTSIDE, "", "config.json", 7])
 def test_an_index_that_points_outside_its_folder_is_refused(sharded, place):
+    shards = places(sharded)
+    first, file = next(iter(shards.items()))
     for name in ("../a.safetensors", "b/a.safetensors"):
         (sharded / name).parent.mkdir(exist_ok=True)
-        (sharded / name).write_bytes((sharded / next(iter(places(sharded).values()))).read_bytes())
-    shards = places(sharded)
-    change(sharded, "model.safetensors.index.json", weight_map=shards | {next(iter(shards)): place})
+        shutil.copy(sharded / file, sharded / name)
+    change(sharded, INDEX, weight_map=shards | {first: place})
     assert "index.json points to" in message(read, sharded)
 
 
-@pytest.mark.parametrize(
-    "content", [{}, {"weight_map": {}}, {"weight_map": ["a"]}, {"weight_map": None}]
-)
+@pytest.mark.parametrize("content", [{}, {"weight_map": {}}, {"weight_map": ["a"]}])
 def test_an_index_without_a_map_is_refused(sharded, content):
-    (sharded / "model.safetensors.index.json").write_text(json.dumps(content))
+    (sharded / INDEX).write_text(json.dumps(content))
     assert "weight_map" in message(read, sharded)
 
 
 def test_an_index_that_differs_from_its_shards_is_refused(sharded):
     shards = places(sharded)
     first, second, *_ = sorted(set(shards.values()))
-    embed, norm = "model.embed_tokens.weight", "model.norm.weight"
-    index = "model.safetensors.index.json"
-    change(sharded, index, weight_map=shards | {embed: second, "extra": second})
-    text = message(read, sharded)
-    assert (
-        f"{embed} is in {first}, expected in {second}; extra is absent, expected in {second}"
-        in text
-    )
-    change(
-        sharded, index, weight_map={name: place for name, place in shards.items() if name != norm}
-    )
+    norm = "model.norm.weight"
+    change(sharded, INDEX, weight_map=shards | {EMBED: second, "extra": second})
+    problem = f"{EMBED} is in {first}, expected in {second}; extra is absent, expected in {second}"
+    assert problem in message(read, sharded)
+    without_norm = {name: place for name, place in shards.items() if name != norm}
+    change(sharded, INDEX, weight_map=without_norm)
     assert f"{norm} is in {shards[norm]}, expected none" in message(read, sharded)
-    change(sharded, index, weight_map=shards)
+    change(sharded, INDEX, weight_map=shards)
     file = sharded / shards[norm]
     file.write_bytes(file.read_bytes()[:-1])
     assert str(file) in message(read, sharded)
@@ -922,53 +712,28 @@ def test_an_index_that_differs_from_its_shards_is_refused(sharded):
 
 def test_an_index_may_name_a_tied_head_that_no_shard_has(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface, "MAX_SHARD_BYTES", 200)
-    folder = written(tmp_path / "tied", opened(TIED))
-    index = "model.safetensors.index.json"
+    folder = written(tmp_path / "tied", opened(TIED, TIED_PARAMS))
     shards = places(folder)
-    change(folder, index, weight_map=shards | {"lm_head.weight": shards[EMBED]})
-    assert_same_bits(load_params(read(folder)), random_params(TIED, 1))
-
-
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "language_model."])
-def test_a_prefix_of_all_names_is_named(tiny, prefix):
-    rewrite(tiny, lambda tensors: {prefix + name: array for name, array in tensors.items()})
-    assert f"remove {prefix} from the names of its tensors" in message(read, tiny)
-
-
-def test_a_classifier_is_named(tiny):
-    def with_score(tensors):
-        tensors["score.weight"] = tensors.pop("lm_head.weight")
-        return tensors
-
-    rewrite(tiny, with_score)
-    assert "with score.weight it is a classifier" in message(read, tiny)
-
-
-@pytest.mark.parametrize("rope_type", ["mrope", "longrope", "su"])
-def test_a_type_of_rope_that_llama_has_not_is_named(tiny, rope_type):
-    scaling = {"type": rope_type, "mrope_section": [2, 3, 3], "long_factor": [2.0]}
-    change(tiny, rope_scaling=scaling, rope_parameters=...)
-    text = message(read, tiny)
-    assert f'RoPE of type "{rope_type}"' in text
-    assert "have only default, linear" in text
+    change(folder, INDEX, weight_map=shards | {"lm_head.weight": shards[EMBED]})
+    assert_same_bits(load_params(read(folder)), TIED_PARAMS)
 
 
 @pytest.mark.parametrize(
     "file",
-    ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"],
+    [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer.model",
+        "../model.gguf",
+    ],
 )
 def test_a_pointer_of_git_lfs_is_named(tiny, file):
-    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 134\n"
-    (tiny / file).write_text(pointer)
-    assert f"{file} is a pointer of Git LFS: run git lfs pull" in message(load, tiny)
-
-
-@pytest.mark.parametrize("file", ["model.gguf", "tokenizer.model"])
-def test_a_pointer_in_other_formats_is_named(tiny, file, tmp_path):
-    path = tmp_path / file if file == "model.gguf" else tiny / file
-    path.write_text("version https://git-lfs.github.com/spec/v1\n")
-    given = path if file == "model.gguf" else tiny
-    assert f"{file} is a pointer of Git LFS" in message(load, given)
+    path = tiny / file
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 134\n")
+    source = path if path.suffix == ".gguf" else tiny
+    assert f"{path.name} is a pointer of Git LFS: run git lfs pull" in message(load, source)
 
 
 def test_what_a_conversion_leaves_behind_is_said(tiny, tmp_path, capsys):
@@ -979,8 +744,8 @@ def test_what_a_conversion_leaves_behind_is_said(tiny, tmp_path, capsys):
     )
     (tiny / "tokenizer_config.json").write_text('{"pad_token": "<pad>"}')
     convert(tiny, tmp_path / "again", to="hf")
-    said = f"note: {tmp_path / 'again'} will not have {tiny}'s temperature, top_p, pad_token\n"
-    assert said in capsys.readouterr().err
+    note = f"note: {tmp_path / 'again'} will not have {tiny}'s temperature, top_p, pad_token\n"
+    assert note in capsys.readouterr().err
 
 
 # What goes with the weights.
@@ -1005,10 +770,20 @@ def test_stop_ids_are_the_generation_configs_else_the_configs(tiny, generation, 
     assert read(tiny).stop_ids == expected
 
 
-@pytest.mark.parametrize("wrong", ["2", [2, "3"], -1, 2.0, {}, True])
-def test_stop_ids_that_are_no_ids_are_refused(tiny, wrong):
-    change(tiny, eos_token_id=wrong)
-    assert "eos_token_id" in message(read, tiny)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("eos_token_id", value) for value in ("2", [2, "3"], -1, 2.0, True)),
+        ("chat_template", 7),
+        ("chat_template", {"default": "d"}),
+        ("chat_template", [{"name": "default", "template": 7}]),
+    ],
+)
+def test_wrong_stop_ids_and_chat_templates_are_refused(tiny, field, value):
+    (tiny / "tokenizer_config.json").write_text("{}")
+    file = "config.json" if field == "eos_token_id" else "tokenizer_config.json"
+    change(tiny, file, **{field: value})
+    assert field in message(read, tiny)
 
 
 @pytest.mark.parametrize(
@@ -1032,25 +807,19 @@ def test_the_chat_template_is_found_in_either_place(tiny, jinja, config, expecte
     assert read(tiny).chat_template == expected
 
 
-@pytest.mark.parametrize("wrong", [7, {"default": "d"}, [{"name": "default", "template": 7}]])
-def test_a_chat_template_that_is_no_text_is_refused(tiny, wrong):
-    (tiny / "tokenizer_config.json").write_text(json.dumps({"chat_template": wrong}))
-    assert "chat_template" in message(read, tiny)
-
-
 @pytest.mark.parametrize(("stops", "field"), [((), None), ((3,), 3), ((3, 5), [3, 5])])
 def test_stop_ids_and_template_come_back(stops, field, tmp_path):
-    folder = written(
-        tmp_path / "ours", opened(TINY, stop_ids=stops, chat_template="{{ messages }}")
-    )
+    texts = {"stop_ids": stops, "chat_template": "{{ messages }}"}
+    folder = written(tmp_path / "ours", opened(TINY, TINY_PARAMS, **texts))
     checkpoint = read(folder)
     assert checkpoint.stop_ids == stops
     assert checkpoint.chat_template == "{{ messages }}"
     assert checkpoint.tokenizer is None
     theirs = transformers.AutoConfig.from_pretrained(folder)
     assert (theirs.bos_token_id, theirs.eos_token_id) == (None, field)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    assert model.generation_config.eos_token_id == field
+    if stops:
+        generation = transformers.GenerationConfig.from_pretrained(folder)
+        assert generation.eos_token_id == field
 
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
@@ -1061,7 +830,10 @@ BPE = train_sentencepiece(["the cat sat on the mat\n"] * 9, 280)
 @pytest.mark.parametrize("template", [None, TEMPLATE])
 def test_transformers_loads_tokenizer_template_and_ids(tokenizer, template, tmp_path):
     config = dataclasses.replace(TINY, vocab_size=300)
-    folder = written(tmp_path / "ours", opened(config, tokenizer=tokenizer, chat_template=template))
+    checkpoint = opened(
+        config, random_params(config, 1), tokenizer=tokenizer, chat_template=template
+    )
+    folder = written(tmp_path / "ours", checkpoint)
     fields = fields_of(folder)
     assert (fields["bos_token_id"], fields["eos_token_id"]) == (tokenizer.bos_id, tokenizer.eos_id)
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
@@ -1079,51 +851,33 @@ def test_transformers_loads_tokenizer_template_and_ids(tokenizer, template, tmp_
     assert again.tokenizer.encode(text) == tokenizer.encode(text)
 
 
-def test_the_tokenizer_is_read(tiny):
-    BPE.save(tiny)
-    found = read(tiny).tokenizer
-    assert found is not None
-    assert found.fingerprint() == BPE.fingerprint()
-
-
 # The hub.
 
 
-@pytest.fixture
-def hub(monkeypatch):
-    """A stand-in for huggingface_hub: ``hub.answer`` is what it gives or raises."""
-    module = types.SimpleNamespace(calls=[])
+def test_a_repository_is_fetched_without_its_pickles(monkeypatch, tiny):
+    calls = []
 
-    def snapshot_download(repository, **options):
-        module.calls.append((repository, options))
-        if isinstance(module.answer, Exception):
-            raise module.answer
-        return module.answer
+    def snapshot_download(*arguments, **options):
+        calls.append((arguments, options))
+        return str(tiny)
 
     monkeypatch.setattr(huggingface.huggingface_hub, "snapshot_download", snapshot_download)
-    return module
-
-
-def test_a_repository_is_fetched_without_its_pickles(hub, tiny):
-    hub.answer = str(tiny)
     assert download("org/name") == tiny
-    [(repository, options)] = hub.calls
-    assert repository == "org/name"
-    assert options == {"allow_patterns": ["*.safetensors", "*.json", "tokenizer.model", "*.jinja"]}
+    patterns = ["*.safetensors", "*.json", "tokenizer.model", "*.jinja"]
+    assert calls == [(("org/name",), {"allow_patterns": patterns})]
 
 
 @pytest.mark.parametrize(
-    ("refusal", "said"),
+    ("refusal", "problem"),
     [
-        (OSError("offline\n\nlog in"), "cannot be fetched from the hub: offline log in"),
-        (ValueError(), "cannot be fetched from the hub: ValueError"),
+        (OSError("offline\n\nlog in"), "org/name cannot be fetched from the hub: offline log in"),
+        (ValueError(), "org/name cannot be fetched from the hub: ValueError"),
     ],
 )
-def test_a_repository_that_cannot_be_had_is_one_sentence(hub, refusal, said):
-    hub.answer = refusal
-    text = message(download, "org/name")
-    assert said in text
-    assert "org/name" in text
+def test_a_repository_that_cannot_be_had_is_one_sentence(monkeypatch, refusal, problem):
+    hub = mock.Mock(side_effect=refusal)
+    monkeypatch.setattr(huggingface.huggingface_hub, "snapshot_download", hub)
+    assert problem in message(download, "org/name")
 
 
 def test_the_real_hub_client_refuses_as_the_stand_in(monkeypatch):

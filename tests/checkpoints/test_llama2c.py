@@ -2,6 +2,7 @@
 description.
 """
 
+import dataclasses
 import struct
 from pathlib import Path
 
@@ -9,15 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_same_bits
+from helpers_checkpoints import in_dtype, message, opened, small_configs
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jllama import oracle
 from jllama.checkpoints import llama2c
-from jllama.checkpoints.tensors import Checkpoint, TensorsOfParams, load_params
+from jllama.checkpoints.tensors import load_params
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
-from jllama.model import build_model
 from jllama.rope_scaling import LinearScaling
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 from jllama.verify.checks import random_params, relative_error
@@ -33,28 +35,11 @@ CONFIG = LlamaConfig(
     max_seq_len=64,
 )
 
-configs = st.builds(
-    lambda vocab, layers, half, kv_heads, group, mlp, length, tied: LlamaConfig(
-        vocab_size=vocab,
-        num_layers=layers,
-        embed_dim=2 * half * kv_heads * group,
-        num_heads=kv_heads * group,
-        num_kv_heads=kv_heads,
-        mlp_dim=mlp,
-        max_seq_len=length,
-        tie_embeddings=tied,
-    ),
-    *(st.integers(1, top) for top in (9, 3, 4, 3, 3, 9, 20)),
-    st.booleans(),
-)
-
-
-def opened(config, params, **others):
-    return Checkpoint(config, TensorsOfParams(config, params), **others)
+configs = small_configs(has_head_dim=False, max_seq_len=st.integers(1, 20))
 
 
 def written(folder, config, seed=0, tensor_dtype=np.float32, dtype=None, **others):
-    params = jax.tree.map(lambda leaf: leaf.astype(tensor_dtype), random_params(config, seed))
+    params = in_dtype(random_params(config, seed), tensor_dtype)
     done = []
     llama2c.write(opened(config, params, **others), folder, dtype, done.append)
     return params, sum(done)
@@ -111,13 +96,9 @@ def run_c_forward(path: Path, tokens: list[int]) -> np.ndarray:
         return weight * x / np.sqrt((x * x).mean() + 1e-5)
 
     def rotated(vector, position):
-        vector = vector.copy()
-        for i in range(0, len(vector), 2):
-            angle = position / 10000.0 ** ((i % head_size) / head_size)
-            a, b = vector[i], vector[i + 1]
-            vector[i] = a * np.cos(angle) - b * np.sin(angle)
-            vector[i + 1] = a * np.sin(angle) + b * np.cos(angle)
-        return vector
+        angles = position / 10000.0 ** (np.arange(0, head_size, 2) / head_size)
+        turned = vector.reshape(-1, head_size // 2, 2) @ [1, 1j] * np.exp(1j * angles)
+        return np.stack([turned.real, turned.imag], -1).reshape(-1)
 
     for position, token in enumerate(tokens):
         x = w["token_embedding_table"][token].copy()
@@ -154,103 +135,79 @@ def test_there_and_back_is_the_same_bytes(tmp_path_factory, config, seed):
         assert llama2c.recognizes(path)
         checkpoint = llama2c.read(path)
         assert checkpoint.config == config
-        assert (checkpoint.tokenizer, checkpoint.chat_template, checkpoint.stop_ids) == (
-            None,
-            None,
-            (),
-        )
-        loaded = load_params(checkpoint)
-        assert jax.tree.structure(loaded) == jax.tree.structure(params)
-        for found, wanted in zip(jax.tree.leaves(loaded), jax.tree.leaves(params), strict=True):
-            assert found.dtype == np.float32
-            assert np.asarray(found).tobytes() == wanted.tobytes()
+        texts = checkpoint.tokenizer, checkpoint.chat_template, checkpoint.stop_ids
+        assert texts == (None, None, ())
+        assert_same_bits(load_params(checkpoint), params)
 
 
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("tied", [False, True])
-def test_run_c_and_jllama_give_the_same_logits(tmp_path, tied, write):
-    config = LlamaConfig(**(vars(CONFIG) | {"tie_embeddings": tied}))
+def test_the_file_is_as_run_c_reads_it(tmp_path, tied, write):
+    """Header, order, logits, and the two tables of cosines and sines, which other readers of the
+    format use.
+    """
+    config = dataclasses.replace(CONFIG, tie_embeddings=tied)
     params, folder = random_params(config, 0), tmp_path / "model"
     write(folder, config, params)
+    header, tensors = run_c_weights(folder / "model.bin")
+    assert header == (128, 96, 2, 2, 1, 50 if tied else -50, 64)
+    angles = np.outer(np.arange(64), 10000.0 ** (-np.arange(0, 64, 2) / 64))
+    assert np.abs(tensors["freq_cis_real"] - np.cos(angles)).max() < 1e-6
+    assert np.abs(tensors["freq_cis_imag"] - np.sin(angles)).max() < 1e-6
     tokens = np.random.default_rng(1).integers(0, 50, 64)
     expected = run_c_forward(folder / "model.bin", list(tokens))
     assert relative_error(oracle.forward(params, tokens[None], config)[0], expected) < 1e-10
     read_back = llama2c.read(folder)
-    logits = build_model(read_back.config, load_params(read_back))(jnp.asarray(tokens)[None])
-    assert relative_error(logits[0], expected) < 1e-5
-
-
-@pytest.mark.parametrize("write", WRITERS)
-def test_the_file_is_as_run_c_reads_it(tmp_path, write):
-    """Header, order, and the two tables of cosines and sines, which other readers of the format
-    use.
-    """
-    params = random_params(CONFIG, 0)
-    write(tmp_path / "model", CONFIG, params)
-    header, weights = run_c_weights(tmp_path / "model" / "model.bin")
-    assert header == (128, 96, 2, 2, 1, -50, 64)
-    angles = np.outer(np.arange(64), 10000.0 ** (-np.arange(0, 64, 2) / 64))
-    np.testing.assert_allclose(weights["freq_cis_real"], np.cos(angles), atol=1e-6)
-    np.testing.assert_allclose(weights["freq_cis_imag"], np.sin(angles), atol=1e-6)
-    np.testing.assert_array_equal(weights["token_embedding_table"], params["embed"])
-    np.testing.assert_array_equal(weights["w2"], params["layers"]["w_down"].swapaxes(1, 2))
-    np.testing.assert_array_equal(weights["w3"], params["layers"]["w_up"].swapaxes(1, 2))
-    np.testing.assert_array_equal(weights["rms_ffn_weight"], params["layers"]["mlp_norm"])
-    np.testing.assert_array_equal(weights["wcls"], params["lm_head"].T)
-
-
-@pytest.mark.parametrize("narrow", [jnp.bfloat16, np.float16])
-@pytest.mark.parametrize("dtype", [None, np.dtype(np.float32)])
-def test_narrow_weights_are_widened_without_loss(tmp_path, narrow, dtype):
-    params, _ = written(tmp_path, CONFIG, tensor_dtype=narrow, dtype=dtype)
-    for found, wanted in zip(
-        jax.tree.leaves(load_params(llama2c.read(tmp_path))), jax.tree.leaves(params), strict=True
-    ):
-        assert np.asarray(found).astype(narrow).tobytes() == wanted.tobytes()
-
-
-def test_weights_are_mapped_not_read(tmp_path):
-    written(tmp_path, CONFIG)
-    assert isinstance(llama2c.read(tmp_path).tensors["layers/1/w_gate"], np.memmap)
+    assert read_back.config == config
+    assert_same_bits(load_params(read_back), params)
 
 
 @pytest.mark.parametrize(
-    ("changes", "others", "dtype", "message"),
+    ("tensor_dtype", "dtype"),
+    [(jnp.bfloat16, None), (np.float16, None), (np.float64, np.dtype(np.float32))],
+)
+def test_other_weights_are_written_in_float32(tmp_path, tensor_dtype, dtype):
+    params, _ = written(tmp_path, CONFIG, tensor_dtype=tensor_dtype, dtype=dtype)
+    checkpoint = llama2c.read(tmp_path)
+    assert isinstance(checkpoint.tensors["layers/1/w_gate"], np.memmap)
+    assert_same_bits(load_params(checkpoint), in_dtype(params, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("changes", "others", "problem"),
     [
-        ({"rope_theta": 500000.0}, {}, None, "its rope_theta is 500000.0, and run.c has 10000.0"),
-        ({"norm_eps": 1e-6}, {}, None, "its norm_eps is 1e-06, and run.c has 1e-05"),
-        ({"rope_scaling": LinearScaling(2.0)}, {}, None, "its rope_scaling is LinearScaling"),
-        ({"head_dim": 32}, {}, None, "its head_dim is 32, and run.c has embed_dim / num_heads, 64"),
-        ({}, {"chat_template": "{{ messages }}"}, None, "it has a chat template"),
-        ({}, {"stop_ids": (3, 4)}, None, "tokens 3, 4 end its answers"),
+        ({"rope_theta": 500000.0}, {}, "its rope_theta is 500000.0, and run.c has 10000.0"),
+        ({"norm_eps": 1e-6}, {}, "its norm_eps is 1e-06, and run.c has 1e-05"),
+        ({"rope_scaling": LinearScaling(2.0)}, {}, "its rope_scaling is LinearScaling"),
+        ({"head_dim": 32}, {}, "its head_dim is 32, and run.c has embed_dim / num_heads, 64"),
+        ({}, {"chat_template": "{{ messages }}"}, "it has a chat template"),
+        ({}, {"stop_ids": (3, 4)}, "tokens 3, 4 end its answers"),
+        # run.c reads as many tokens as the embedding has rows.
+        (
+            {},
+            {"tokenizer": BytesTokenizer(), "stop_ids": (2,)},
+            "its tokenizer has 259 tokens, and run.c reads 50",
+        ),
+        ({}, {"tensor_dtype": np.float64}, "it has float64 tensors (choose dtype float32)"),
     ],
 )
 def test_what_the_format_cannot_hold_is_refused_before_a_byte_is_written(
-    tmp_path, changes, others, dtype, message
+    tmp_path, changes, others, problem
 ):
-    config = LlamaConfig(**(vars(CONFIG) | changes))
+    config = dataclasses.replace(CONFIG, **changes)
     with pytest.raises(JllamaError, match=r"the llama2\.c format cannot hold this model") as caught:
-        written(tmp_path, config, dtype=dtype, **others)
-    assert message in str(caught.value)
+        written(tmp_path, config, **others)
+    assert problem in str(caught.value)
     assert not list(tmp_path.iterdir())
 
 
-def test_float64_is_not_narrowed_unasked(tmp_path):
-    with pytest.raises(JllamaError, match="float64"):
-        written(tmp_path, CONFIG, tensor_dtype=np.float64)
-    assert not list(tmp_path.iterdir())
-    written(tmp_path, CONFIG, tensor_dtype=np.float64, dtype=np.dtype(np.float32))
-
-
-@pytest.mark.parametrize("kept", [0, 3, 27, 28, 29, 4000, -4, -1])
+@pytest.mark.parametrize("kept", [0, 27, 28, 4000, -4, -1])
 def test_a_truncated_file_is_said_to_be(tmp_path, kept):
     written(tmp_path, CONFIG)
     file = tmp_path / "model.bin"
-    whole = file.read_bytes()
-    file.write_bytes(whole[:kept])
-    with pytest.raises(JllamaError, match=f"{file} is truncated: it has"):
-        llama2c.read(file)
-    assert llama2c.recognizes(file) == (kept not in (0, 3, 27))
+    file.write_bytes(file.read_bytes()[:kept])
+    assert f"{file} is truncated: it has" in message(llama2c.read, file)
+    assert llama2c.recognizes(file) == (kept not in (0, 27))
     file.rename(tmp_path / "model.weights")
     assert not llama2c.recognizes(tmp_path / "model.weights")
 
@@ -260,46 +217,23 @@ def test_sizes_are_believed_only_if_the_file_has_them(tmp_path):
     file = tmp_path / "model.bin"
     whole = file.read_bytes()
     file.write_bytes(whole + b"\0" * 4)
-    with pytest.raises(
-        JllamaError, match=rf"is too long.* it has {len(whole) + 4} .* describes {len(whole)}"
-    ):
-        llama2c.read(file)
-    most = 2**31 - 1
-    for sizes, message in {
+    problem = f"it has {len(whole) + 4} bytes but its header describes {len(whole)}"
+    assert f"is too long, or no llama2.c file: {problem}" in message(llama2c.read, file)
+    limit = 2**31 - 1
+    for sizes, problem in {
         (1 << 20, 1 << 22, 10_000, 1 << 14, 1, -(1 << 24), 1 << 28): "is truncated",
-        (128, 96, 10_000, 2, 1, -50, 64): "is truncated",
-        (
-            most - 1,
-            most,
-            most,
-            1,
-            1,
-            -most,
-            most,
-        ): "vocab_size is 2,147,483,647; it must be at most 16,777,216",
-        (
-            128,
-            96,
-            most,
-            2,
-            1,
-            -50,
-            64,
-        ): "num_layers is 2,147,483,647; it must be at most 10,000",
+        (limit - 1, limit, limit, 1, 1, -limit, limit): "vocab_size is 2,147,483,647; it must be",
+        (128, 96, limit, 2, 1, -50, 64): "num_layers is 2,147,483,647; it must be at most 10,000",
         (128, 96, 2, 2, 0, -50, 64): "none may be 0",
-        (128, 0, 2, 2, 1, -50, 64): "none may be 0",
-        (128, 96, 2, 2, 1, 0, 64): "none may be 0",
         (-128, 96, 2, 2, 1, 50, 64): "embed_dim is -128",
-        (128, -96, 2, 2, 1, 50, 64): "mlp_dim is -96",
         (128, 96, 2, 3, 1, 50, 64): "not divisible by num_heads",
         (128, 96, 2, 128, 1, 50, 64): "head_dim 1 is odd",
-        (128, 96, 2, 4, 3, 50, 64): "not divisible by num_kv_heads",
         (128, 96, 2, 2, 1, 50, -1): "max_seq_len is -1",
     }.items():
         file.write_bytes(struct.pack("<7i", *sizes) + whole[28:])
-        with pytest.raises(JllamaError, match=message) as caught:
-            llama2c.read(file)
-        assert str(file) in str(caught.value)
+        text = message(llama2c.read, file)
+        assert problem in text
+        assert str(file) in text
 
 
 @given(st.binary(max_size=80), st.booleans())
@@ -316,10 +250,8 @@ def test_later_versions_are_refused_by_name(tmp_path, version):
     file = tmp_path / "model.bin"
     file.write_bytes(struct.pack("<Ii", 0x616B3432, version) + b"\0" * 300)
     assert llama2c.recognizes(file)
-    with pytest.raises(
-        JllamaError, match=r"is a llama2\.c file of version 1 or 2: export it with --version 0"
-    ):
-        llama2c.read(file)
+    problem = "is a llama2.c file of version 1 or 2: export it with --version 0"
+    assert problem in message(llama2c.read, file)
 
 
 def test_other_files_and_folders_are_not_taken_for_one(tmp_path):
@@ -340,25 +272,18 @@ def test_other_files_and_folders_are_not_taken_for_one(tmp_path):
 
 def test_a_file_of_the_size_that_its_header_gives_needs_no_suffix(tmp_path):
     written(tmp_path, CONFIG)
-    (tmp_path / "model.bin").rename(tmp_path / "stories")
-    assert llama2c.recognizes(tmp_path / "stories")
-    assert llama2c.read(tmp_path / "stories").config == CONFIG
+    file = (tmp_path / "model.bin").rename(tmp_path / "stories")
+    assert llama2c.recognizes(file)
+    assert llama2c.read(file).config == CONFIG
 
 
 def test_the_tokenizer_comes_back(tmp_path):
     tokenizer = train_sentencepiece(
         ["the cat sat on the mat, and the other cats sat on the other mats\n"], 300
     )
-    config = LlamaConfig(**(vars(CONFIG) | {"vocab_size": 300}))
+    config = dataclasses.replace(CONFIG, vocab_size=300)
     written(tmp_path, config, tokenizer=tokenizer, stop_ids=(tokenizer.eos_id,))
     assert {file.name for file in tmp_path.iterdir()} == {"model.bin", "tokenizer.bin"}
     read_back = llama2c.read(tmp_path).tokenizer
     text = "The cats,  naïve 🙂\n sat"
     assert read_back.encode(text) == tokenizer.encode(text)
-
-
-def test_a_tokenizer_of_another_size_is_refused(tmp_path):
-    """run.c reads as many tokens as the embedding has rows."""
-    with pytest.raises(JllamaError, match=r"its tokenizer has 259 tokens, and run\.c reads 50"):
-        written(tmp_path, CONFIG, tokenizer=BytesTokenizer(), stop_ids=(2,))
-    assert not list(tmp_path.iterdir())

@@ -12,21 +12,13 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
-import safetensors.torch
-import torch
+from helpers_checkpoints import message
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from jllama.checkpoints import tensors
 from jllama.checkpoints.safetensors_file import DTYPES, read_safetensors, write_safetensors
 from jllama.errors import JllamaError
-
-TORCH_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
 
 # A name may be any text but the key of the metadata; lone surrogates are no text.
 names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(
@@ -48,17 +40,6 @@ def arrays(file, seed=0):
         ).reshape(shape)
         for name, (code, shape) in file.items()
     }
-
-
-def as_torch(array):
-    code = next(code for code, dtype in DTYPES.items() if dtype == array.dtype)
-    return torch.frombuffer(bytearray(array.tobytes()), dtype=TORCH_DTYPES[code]).reshape(
-        array.shape
-    )
-
-
-def torch_bytes(tensor):
-    return bytes(tensor.contiguous().view(torch.uint8).numpy())
 
 
 def write(path, contents):
@@ -83,68 +64,42 @@ def raw(path, header, data=b"", length=None):
     return path
 
 
-def message(path):
-    with pytest.raises(JllamaError) as error:
-        read_safetensors(path)
-    text = str(error.value)
+def refusal(path):
+    text = message(read_safetensors, path)
     assert str(path) in text
-    assert "\n" not in text
     return text
 
 
 @given(file=files)
-def test_the_librarys_files_are_read_bit_for_bit(file, tmp_path_factory):
-    path, expected = tmp_path_factory.mktemp("theirs") / "file", arrays(file)
-    safetensors.torch.save_file(
-        {name: as_torch(array) for name, array in expected.items()}, path, {"any": "thing"}
-    )
-    assert_same(read_safetensors(path), expected)
+def test_files_go_between_the_library_and_jllama_bit_for_bit(file, tmp_path_factory):
+    folder, expected = tmp_path_factory.mktemp("files"), arrays(file)
+    safetensors.numpy.save_file(expected, folder / "theirs", {"any": "thing"})
+    assert_same(read_safetensors(folder / "theirs"), expected)
 
-
-@given(file=files)
-def test_the_library_reads_our_files_bit_for_bit(file, tmp_path_factory):
-    path, expected = tmp_path_factory.mktemp("ours") / "file", arrays(file)
-    done = write(path, expected)
+    done = write(folder / "ours", expected)
     assert sum(done) == sum(array.nbytes for array in expected.values())
-    with safetensors.safe_open(path, "pt") as opened:
+    with safetensors.safe_open(folder / "ours", "np") as opened:
         assert opened.metadata() == {"format": "pt"}
-        assert set(opened.keys()) == set(expected)
-        for name, array in expected.items():
-            assert opened.get_tensor(name).dtype == as_torch(array).dtype
-            assert tuple(opened.get_tensor(name).shape) == array.shape
-            assert torch_bytes(opened.get_tensor(name)) == array.tobytes()
-    assert_same(safetensors.numpy.load_file(path), expected)
-    assert_same(read_safetensors(path), expected)
-
-
-@given(file=files)
-def test_every_tensor_of_ours_is_aligned(file, tmp_path_factory):
-    path = tmp_path_factory.mktemp("aligned") / "file"
-    write(path, arrays(file))
-    for array in read_safetensors(path).values():
+    assert_same(safetensors.numpy.load_file(folder / "ours"), expected)
+    again = read_safetensors(folder / "ours")
+    assert_same(again, expected)
+    for array in again.values():
         assert array.flags.aligned
         assert not array.flags.writeable
 
 
-@pytest.mark.parametrize("padding", range(8))
-def test_a_header_of_any_length_is_read(tmp_path, padding):
+def test_a_header_of_any_length_is_read(tmp_path):
+    """The numbers behind it may be unaligned, and are usable."""
     expected = arrays({"a": ("BF16", [3]), "b": ("F32", [2, 2]), "c": ("F64", [1])})
-    offsets = np.cumsum([0, 6, 16, 8]).tolist()
-    entries = {
-        name: {"dtype": code, "shape": list(expected[name].shape), "data_offsets": [start, stop]}
-        for (name, code), start, stop in zip(
-            [("a", "BF16"), ("b", "F32"), ("c", "F64")], offsets[:-1], offsets[1:], strict=True
-        )
-    }
-    data = b"".join(array.tobytes() for array in expected.values())
-    found = read_safetensors(
-        raw(tmp_path / "file", json.dumps(entries).encode() + b" " * padding, data)
-    )
-    assert_same(found, expected)
-    for name, array in expected.items():
-        assert np.array_equal(
-            np.asarray(found[name] * 2), np.asarray(array * 2), equal_nan=True
-        )  # unaligned, yet usable
+    write(tmp_path / "file", expected)
+    content = (tmp_path / "file").read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    for padding in range(8):
+        header = content[8:end] + b" " * padding
+        found = read_safetensors(raw(tmp_path / "padded", header, content[end:]))
+        assert_same(found, expected)
+        for name, array in expected.items():
+            assert np.array_equal(found[name] * 2, array * 2, equal_nan=True)
 
 
 def test_scalars_and_empty_tensors_are_read(tmp_path):
@@ -156,13 +111,6 @@ def test_scalars_and_empty_tensors_are_read(tmp_path):
     expected = {name: np.asarray(array) for name, array in expected.items()}
     safetensors.numpy.save_file(expected, tmp_path / "file")
     assert_same(read_safetensors(tmp_path / "file"), expected)
-
-
-def test_conversion_is_to_nearest(tmp_path):
-    array = np.random.default_rng(0).standard_normal((7, 5)).astype(np.float32)
-    for dtype in DTYPES.values():
-        write_safetensors(tmp_path / "file", [("a", array, dtype)], lambda done: None)
-        assert_same(read_safetensors(tmp_path / "file"), {"a": array.astype(dtype)})
 
 
 def test_writing_streams(tmp_path, monkeypatch):
@@ -191,10 +139,8 @@ def test_opening_does_not_read(tmp_path):
     assert not read_safetensors(path)["a"][rows - 1 : rows].any()
 
 
-A, B = (
-    {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
-    {"dtype": "F32", "shape": [1, 2], "data_offsets": [8, 16]},
-)
+A = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+B = {"dtype": "F32", "shape": [1, 2], "data_offsets": [8, 16]}
 GOOD = {"a": A, "b": B}
 DATA = bytes(16)
 
@@ -204,94 +150,73 @@ def test_the_good_header_is_good(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("header", "data", "said"),
+    ("header", "data", "problem"),
     [
         (GOOD, bytes(15), "not fully covered"),
         (GOOD, b"", "cut short, damaged"),
         (GOOD, bytes(17), "not fully covered"),
         ({"a": A, "b": B | {"data_offsets": [4, 12]}}, bytes(12), "invalid offset"),
-        ({"a": A, "b": B | {"data_offsets": [0, 8]}}, bytes(8), "invalid offset"),
         ({"a": A, "b": B | {"data_offsets": [12, 20]}}, bytes(20), "invalid offset"),
-        ({"a": A | {"data_offsets": [8, 16]}}, DATA, "invalid offset"),
         ({"a": A | {"data_offsets": [8, 0]}}, bytes(8), "invalid offset"),
         ({"a": A | {"shape": [3]}}, bytes(8), "invalid shape"),
         ({"a": A | {"shape": [2**40, 2**40]}}, bytes(8), "damaged"),
         ({"a": A | {"shape": [0, 2**40, 2**40], "data_offsets": [0, 0]}}, b"", "array is too big"),
         ({"a": A | {"shape": [10**4000] * 100}}, bytes(8), "damaged"),
         ({"a": A | {"shape": [1] * 65 + [2]}}, bytes(8), "maximum supported dimension"),
-        ({"a": A | {"shape": [-2]}}, bytes(8), "damaged"),
-        ({"a": A | {"shape": [2.0]}}, bytes(8), "damaged"),
         ({"a": A | {"shape": [True, 2]}}, bytes(8), "damaged"),
-        ({"a": A | {"shape": "2"}}, bytes(8), "damaged"),
-        ({"a": A | {"data_offsets": [-8, 0]}}, bytes(8), "damaged"),
-        ({"a": A | {"data_offsets": [0]}}, bytes(8), "damaged"),
-        ({"a": A | {"data_offsets": [0, 8, 8]}}, bytes(8), "damaged"),
-        ({"a": A | {"data_offsets": None}}, bytes(8), "damaged"),
-        ({"a": A | {"dtype": 7}}, bytes(8), "damaged"),
         ({"a": {"dtype": "F32"}}, bytes(8), "damaged"),
-        ({"a": []}, bytes(8), "damaged"),
-        (
-            {"w.weight": A | {"dtype": "F8_E4M3", "shape": [8]}},
-            bytes(8),
-            "holds w.weight as F8_E4M3",
-        ),
         ({"w.weight": A | {"dtype": "I64", "shape": [1]}}, bytes(8), "holds w.weight as I64"),
         ({"w.weight": A | {"dtype": "f32"}}, bytes(8), "unknown variant `f32`"),
-        (b'{"a":1,"b":2,"a":3}', b"", "damaged"),
         (b'{"a":{"dtype":"F32","dtype":"F32"}}', b"", "duplicate field `dtype`"),
         (b"[]", b"", "invalid type"),
         (b"", b"", "in header"),
-        (b"{", b"", "in header"),
         (b"\xff\xfe", b"", "in header"),
         (b'{"a":' * 100_000, b"", "in header"),
-        (b'{"a":' + b"9" * 5000 + b"}", b"", "in header"),
     ],
 )
-def test_a_wrong_header_is_refused(tmp_path, header, data, said):
-    assert said in message(raw(tmp_path / "file", header, data))
+def test_a_wrong_header_is_refused(tmp_path, header, data, problem):
+    assert problem in refusal(raw(tmp_path / "file", header, data))
 
 
-@pytest.mark.parametrize("length", [3, 2**31, 2**63, 2**64 - 1])
-def test_an_absurd_header_length_is_refused(tmp_path, length):
+@pytest.mark.parametrize(
+    ("length", "problem"),
+    [(3, "header"), (2**63, "header"), (2**64 - 1, "header"), (100_000_001, "header too large")],
+)
+def test_an_absurd_header_length_is_refused(tmp_path, length, problem):
     path = raw(tmp_path / "file", b"{}", length=length)
-    assert "header" in message(path)
-
-
-def test_a_header_over_the_librarys_limit_is_refused(tmp_path):
-    path = raw(tmp_path / "file", b"{}", length=100_000_001)
-    os.truncate(path, 1 << 30)
-    assert "header too large" in message(path)
-    with pytest.raises(safetensors.SafetensorError):
-        safetensors.safe_open(path, "np")
-
-
-@pytest.mark.parametrize("size", [0, 1, 7])
-def test_a_file_shorter_than_a_length_is_refused(tmp_path, size):
-    (tmp_path / "file").write_bytes(bytes(size))
-    assert "cut short" in message(tmp_path / "file")
+    if length == 100_000_001:  # over the library's limit, in a file that is as long
+        os.truncate(path, 1 << 30)
+    assert problem in refusal(path)
 
 
 def test_what_cannot_be_opened_is_one_sentence(tmp_path):
-    assert "No such file" in message(tmp_path / "file")
-    assert "directory" in message(tmp_path)
+    assert "No such file" in refusal(tmp_path / "file")
+    assert "directory" in refusal(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def small_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("small") / "file"
+    write(path, arrays({"a": ("F32", [3, 4]), "b": ("BF16", [5])}))
+    return path.read_bytes()
 
 
 @given(data=st.data())
-def test_a_file_cut_anywhere_is_refused(data, tmp_path_factory):
+def test_a_file_cut_anywhere_is_refused(data, small_file, tmp_path_factory):
     path = tmp_path_factory.mktemp("cut") / "file"
-    write(path, arrays({"a": ("F32", [3, 4]), "b": ("BF16", [5])}))
-    os.truncate(path, data.draw(st.integers(0, path.stat().st_size - 1)))
-    message(path)
+    path.write_bytes(small_file[: data.draw(st.integers(0, len(small_file) - 1))])
+    assert "cut short" in refusal(path)
 
 
 @given(place=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255))
-def test_a_changed_byte_of_the_header_is_refused_or_harmless(place, byte, tmp_path_factory):
+def test_a_changed_byte_of_the_header_is_refused_or_harmless(
+    place, byte, small_file, tmp_path_factory
+):
     """Whatever our reader makes of a damaged header, it is an error of ours or what the library
     makes of it, too.
     """
     path = tmp_path_factory.mktemp("flipped") / "file"
-    write(path, arrays({"a": ("F32", [3, 4]), "b": ("BF16", [5])}))
-    content = bytearray(path.read_bytes())
+    content = bytearray(small_file)
     header_end = 8 + int.from_bytes(content[:8], "little")
     where = int(place * header_end)
     assume(content[where] != byte)
