@@ -79,27 +79,20 @@ def train(config, mesh, start=None):
         config, mesh, compiler_options={"xla_backend_optimization_level": 0}
     )
     start = start or training.init(jax.random.key(0))
-    state, rng = (
-        jax.device_put(jax.tree.map(jnp.copy, start), training.shardings),
-        np.random.default_rng(0),
-    )
+    state = jax.device_put(jax.tree.map(jnp.copy, start), training.shardings)
+    rng = np.random.default_rng(0)
     batches = rng.integers(BOS + 1, config.model.vocab_size, (3, 16, 17)).astype(np.int32)
     batches[rng.random(batches.shape) < 0.15] = BOS
     batches = [text_batch(windows, BOS) for windows in batches]
-    evaluates, steps = (
-        mesh.shape["sequence"] > 1 < mesh.shape["tensor"],
-        [],
-    )  # one more program for some
+    # One more program for some.
+    evaluates, steps = mesh.shape["sequence"] > 1 < mesh.shape["tensor"], []
     nats, count, _ = training.evaluate(state.params, batches[0]) if evaluates else (0, 0, {})
     for step in range(STEPS):
         state, metrics = training.step(state, batches[step % 3])
         steps.append(metrics)
     losses = [float(metrics.loss) for metrics in steps]
-    return (
-        start,
-        state,
-        [*losses, float(steps[0].grad_norm), float(nats / count) if evaluates else losses[0]],
-    )
+    evaluated = float(nats / count) if evaluates else losses[0]
+    return start, state, [*losses, float(steps[0].grad_norm), evaluated]
 
 
 def relative_error(curve, expected):
@@ -116,17 +109,29 @@ def mistakes():
     def psum_without_sequence(array, names):
         return psum(array, [name for name in names if name != "sequence"])
 
+    rows, heads = (1, 1, 2, 4), (1, 1, 8, 1)
+    first_rows, first_heads = (
+        mock.patch("jax.lax.axis_index", at_first(name)) for name in ("sequence", "tensor")
+    )
     return {
-        "all tokens at the start of the row": (
-            (1, 1, 2, 4),
-            mock.patch("jax.lax.axis_index", at_first("sequence")),
-        ),
-        "the first key-value head for all": (
-            (1, 1, 8, 1),
-            mock.patch("jax.lax.axis_index", at_first("tensor")),
-        ),
-        "sums without sequence": ((1, 1, 2, 4), mock.patch("jax.lax.psum", psum_without_sequence)),
+        "all tokens at the start of the row": (rows, first_rows),
+        "the first key-value head for all": (heads, first_heads),
+        "sums without sequence": (rows, mock.patch("jax.lax.psum", psum_without_sequence)),
     }
+
+
+def answers_of(engine, rows):
+    """The tokens of requests when all are done."""
+    found = {}
+    while engine.busy:
+        events = [event for event in engine.step() if isinstance(event[1], Answer)]
+        found.update((row, event.completion.ids) for row, event in events)
+    return [found[row] for row in rows]
+
+
+def num_programs():
+    programs = steps.prefill_chunk, steps.join, steps.decode_block
+    return sum(program._cache_size() for program in programs)
 
 
 def sample(path, mesh):
@@ -134,69 +139,47 @@ def sample(path, mesh):
     what compiled anew.
     """
     model = jllama.load(path, mesh=mesh)
-    lengths, drawing = (
-        [5, 9, 1, 20] * 2,
-        [jllama.SamplingParams(temperature=0.8, seed=seed) for seed in range(8)],
-    )
-    prompts = [jllama.Prompt([2 + n] * length, drawing[n], 20) for n, length in enumerate(lengths)]
-    engine, found = Engine(model, len(prompts)), {}
-    rows = [engine.submit(Request(prompt)) for prompt in prompts]
+    prompts = []
+    for number, length in enumerate([5, 9, 1, 20] * 2):
+        drawing = jllama.SamplingParams(temperature=0.8, seed=number)
+        prompts.append(jllama.Prompt([2 + number] * length, drawing, 20))
+    requests, engine = [*map(Request, prompts)], Engine(model, len(prompts))
+    rows = [*map(engine.submit, requests)]
     engine.step()
-    programs = [
-        compiled._cache_size() for compiled in (steps.prefill_chunk, steps.join, steps.decode_block)
-    ]
-    rows += [engine.submit(Request(prompt)) for prompt in prompts[:3]]  # which join later
-    while engine.busy:
-        found.update(
-            (row, event.completion.ids) for row, event in engine.step() if isinstance(event, Answer)
-        )
-    again = [
-        compiled._cache_size() for compiled in (steps.prefill_chunk, steps.join, steps.decode_block)
-    ]
+    compiled_before = num_programs()
+    rows += map(engine.submit, requests[:3])  # which join later
+    ids = answers_of(engine, rows)
+    compiled_again = num_programs() - compiled_before
     engine.together_tokens = 64  # as on accelerators: short prompts side by side
-    together = [engine.submit(Request(prompt)) for prompt in prompts]
-    while engine.busy:
-        found.update(
-            (row, event.completion.ids) for row, event in engine.step() if isinstance(event, Answer)
-        )
+    together = answers_of(engine, [*map(engine.submit, requests)])
     batch, staging = engine._batches
     cache = batch.cache
     shape = cache.keys[0].shape
-    shares = {each.addressable_shards[0].data.shape for each in (*cache.keys, *cache.values)}
-    arguments = (
-        model.decode_params,
-        model.config,
-        batch,
-        np.ones(8, np.int32),
-        np.int32(1),
-        np.bool_(False),
-        0,
-    )
+    shares = {array.addressable_shards[0].data.shape for array in (*cache.keys, *cache.values)}
+    num_steps = np.ones(8, np.int32)
+    flags = np.int32(1), np.bool_(False), 0
     joins = batch, engine._rows_of(model, prompts[:1], staging.cache), np.int32(0), np.int32(0)
-    texts = [
-        steps.decode_block.lower(*arguments).compile().as_text(),
-        steps.join.lower(*joins).compile().as_text(),
-    ]
+    decode = steps.decode_block.lower(model.decode_params, model.config, batch, num_steps, *flags)
+    lowered = decode, steps.join.lower(*joins)
+    texts = [program.compile().as_text() for program in lowered]
     gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather", "".join(texts))
-    sizes = [math.prod(map(int, each.split(","))) for each in gathered]
+    sizes = [math.prod(map(int, sizes.split(","))) for sizes in gathered]
     return {
-        "ids": [found[row] for row in rows[:8]],
-        "joined_later": [found[row] for row in rows[8:]],
-        "together": [found[row] for row in together],
+        "ids": ids[:8],
+        "joined_later": ids[8:],
+        "together": together,
         "split": [
             [whole // part for whole, part in zip(shape, share, strict=True)] for share in shares
         ],
         "gathered": max(sizes, default=0) / math.prod(shape),
-        "compiled_again": sum(again) - sum(programs),
+        "compiled_again": compiled_again,
     }
 
 
 def main():
     rng, curves, ones, used = np.random.default_rng(4), [], {}, Counter()
-    configs, one_device = (
-        [drawn(rng) for _ in range(DRAWN)],
-        make_mesh(MeshConfig(1), jax.devices()[:1]),
-    )
+    configs = [drawn(rng) for _ in range(DRAWN)]
+    one_device = make_mesh(MeshConfig(1), jax.devices()[:1])
     for sizes in MESHES:
         mesh = make_mesh(MeshConfig(*sizes))
         number = min((n for n in range(DRAWN) if is_legal(configs[n], mesh)), key=lambda n: used[n])
@@ -205,16 +188,9 @@ def main():
             ones[number] = train(configs[number], one_device)
         start, _, expected = ones[number]
         _, _, curve = train(configs[number], mesh, start)
+        ends = {"first": curve[0], "last": curve[STEPS - 1]}
         error = relative_error(curve, expected)
-        curves.append(
-            {
-                "mesh": sizes,
-                "config": number,
-                "error": error,
-                "first": curve[0],
-                "last": curve[STEPS - 1],
-            }
-        )
+        curves.append({"mesh": sizes, "config": number, "error": error, **ends})
 
     number = next(curve["config"] for curve in curves if curve["mesh"] == SAMPLED[0])
     (start, trained, expected), mistaken = ones[number], {}

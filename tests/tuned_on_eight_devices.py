@@ -21,15 +21,16 @@ from jllama.verify.equalities import MESHES, one_and_eight_devices
 ROWS, PAIRS = tuning.packed(tuning.conversations(0)), tuning.apart(tuning.conversations(1, 16))
 PAIRS = PAIRS._replace(reference=np.linspace(-30, -20, 16, dtype=np.float32))
 LOSSES = {"answers": (tuning.answers_loss, ROWS), "pairs": (tuning.preference_loss, PAIRS)}
-ALL_AXES = "fsdp=2 tensor=2 sequence=2"
+MESHES = {**MESHES, "data=2 tensor=4": MeshConfig(2, 1, 4)}  # with two key-value heads
+ALL_AXES, CUBE = "fsdp=2 tensor=2 sequence=2", "data=2 fsdp=2 tensor=2"
 CASES = [
-    *((mesh, "lora", "answers") for mesh in MESHES),
-    ("data=2 fsdp=2 tensor=2", "lora", "pairs"),
+    ("fsdp=8", "lora", "answers"),
+    (ALL_AXES, "lora", "answers"),
+    (ALL_AXES, "dora", "answers"),
+    (CUBE, "lora", "pairs"),
 ]
-CASES += [(ALL_AXES, "full", "answers"), (ALL_AXES, "dora", "answers")]
 FAMILY = "all at once"
-FAMILY_MESHES = MESHES | {"data=2 tensor=4": MeshConfig(2, 1, 4)}  # with two key-value heads
-FAMILY_CASES = [(mesh, "full") for mesh in FAMILY_MESHES] + [(ALL_AXES, "lora")]
+FAMILY_CASES = [("data=2 tensor=4", "full"), (ALL_AXES, "full"), (CUBE, "lora")]
 
 
 def wrong_tokens(mesh):
@@ -44,23 +45,22 @@ def wrong_tokens(mesh):
 
 def main():
     report = []
+    devices = {name: one_and_eight_devices(sizes)[1] for name, sizes in MESHES.items()}
     for mesh, kind, which in CASES:
         loss, rows = LOSSES[which]
-        errors = tuning.first_errors(
-            kind, rows, tuning.compiled(kind, one_and_eight_devices(MESHES[mesh])[1]), loss
-        )
+        errors = tuning.first_errors(kind, rows, tuning.compiled(kind, devices[mesh]), loss)
         report.append({"mesh": mesh, "kind": kind, "loss": which, "errors": errors})
     with tuning.family(FAMILY):
+        rows = tuning.packed(tuning.conversations(0))
         for mesh, kind in FAMILY_CASES:
-            training = tuning.compiled(kind, one_and_eight_devices(FAMILY_MESHES[mesh])[1])
-            errors = tuning.first_errors(kind, tuning.packed(tuning.conversations(0)), training)
+            errors = tuning.first_errors(kind, rows, tuning.compiled(kind, devices[mesh]))
             report.append({"mesh": mesh, "kind": kind, "model": FAMILY, "errors": errors})
-    for mesh in ("data=2 fsdp=2 tensor=2", "data=2 tensor=4"):
-        errors = (wrong_tokens(one_and_eight_devices(FAMILY_MESHES[mesh])[1]), 0.0)
+    for mesh in (CUBE, "data=2 tensor=4"):
+        errors = (wrong_tokens(devices[mesh]), 0.0)
         report.append({"mesh": mesh, "kind": "decoding", "model": FAMILY, "errors": errors})
     tuning.KINDS["int8"] = LoraConfig(rank=4, base="int8")
     try:
-        tuning.compiled("int8", one_and_eight_devices(MESHES[ALL_AXES])[1])
+        tuning.compiled("int8", devices[ALL_AXES])
     except UsageError as error:
         assert "whose weights are whole on each device" in str(error)  # noqa: PT017
     else:

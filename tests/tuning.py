@@ -17,6 +17,7 @@ from jllama import oracle
 from jllama.config import LoraConfig
 from jllama.data.batches import Batch, Sampled
 from jllama.sharding import MeshConfig, make_mesh
+from jllama.training import opening
 from jllama.training.config import LoopConfig, OptimizerConfig, TrainConfig
 from jllama.training.step import compile_training
 from jllama.verify.checks import random_params, relative_error
@@ -43,6 +44,34 @@ def family(name):
     fresh = {made: functools.cache(globals()[made].__wrapped__) for made in CACHED}
     with mock.patch.multiple("tuning", **model, **fresh):
         yield
+
+
+@contextlib.contextmanager
+def shared_programs():
+    """Runs whose configurations ask for the same programs take them from the first such run."""
+    compile_training, trainings = opening.compile_training, {}
+
+    def compile_once(config, mesh=None, **options):
+        read = config.model, config.optimizer, config.mesh, config.lora, config.training
+        key = repr((read, config.init_from, mesh, options))
+        if key not in trainings:
+            trainings[key] = compile_training(config, mesh, **options)
+        return trainings[key]
+
+    with mock.patch.object(opening, "compile_training", compile_once):
+        yield
+
+
+class Selection(list):
+    """A list that a cache takes."""
+
+    def __hash__(self):
+        return hash(tuple(self))
+
+
+def assert_trees_close(actual, expected, tolerance):
+    for leaf, reference in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert relative_error(leaf, reference) < tolerance
 
 
 def digest(tree):
@@ -128,11 +157,9 @@ def random_adapter(kind):
 def matrices(name):
     """A stack of matrices of the layers in float64, inputs and outputs joined."""
     stack = np.float64(WEIGHTS["layers"][name])
-    return (
-        stack.reshape(len(stack), -1, CONFIG.embed_dim)
-        if name == "wo"
-        else stack.reshape(*stack.shape[:2], -1)
-    )
+    if name == "wo":
+        return stack.reshape(len(stack), -1, CONFIG.embed_dim)
+    return stack.reshape(*stack.shape[:2], -1)
 
 
 def sums(kind, params):
@@ -167,9 +194,12 @@ def merged(kind, params, near=None):
 
 def log_probs(weights, rows):
     """The summed log-probability of each row's counted tokens, in float64."""
-    logits = oracle.forward(weights, rows.tokens[:, :-1], CONFIG, segments=rows.segments[:, :-1])
-    scored = zip(logits, rows.tokens[:, 1:], rows.counted[:, 1:], strict=True)
-    return -np.array([oracle.cross_entropy(*row)[0] for row in scored])
+    result, has_any = np.zeros(len(rows.tokens)), rows.counted[:, 1:].any(axis=1)
+    tokens, segments, counted = (array[has_any] for array in rows[:3])
+    logits = oracle.forward(weights, tokens[:, :-1], CONFIG, segments=segments[:, :-1])
+    scored = zip(logits, tokens[:, 1:], counted[:, 1:], strict=True)
+    result[has_any] = [-oracle.cross_entropy(*row)[0] for row in scored]
+    return result
 
 
 def answers_loss(weights, rows):
@@ -191,17 +221,13 @@ def drawn_log_probs(weights, rows):
     Of the settings, temperature and ``top_k`` are applied; ids from ``num_ids`` on are never drawn.
     """
     logits = oracle.forward(weights, rows.tokens[:, :-1], CONFIG, segments=rows.segments[:, :-1])
-    settings = rows.sampled.settings
-    result = np.zeros(rows.tokens.shape)
-    for row, row_logits in enumerate(logits):
-        for column, values in enumerate(row_logits, 1):
-            token = rows.tokens[row, column]
-            scaled = values[: settings["num_ids"][row]] / settings["temperature"][row]
-            stays = scaled >= np.sort(scaled)[-settings["top_k"][row]]
-            stays[token] = True
-            total = np.log(np.sum(np.exp(scaled[stays] - scaled[token])))
-            result[row, column] = -total
-    return result
+    settings, targets = rows.sampled.settings, rows.tokens[:, 1:, None]
+    scaled = logits[..., : settings["num_ids"][0]] / settings["temperature"][:, None, None]
+    drawn = np.take_along_axis(scaled, targets, axis=2)
+    lowest = np.sort(scaled)[..., -settings["top_k"][0], None]
+    stays = (scaled >= lowest) | (scaled == drawn)
+    shares = np.where(stays, np.exp(scaled - drawn), 0)
+    return np.pad(-np.log(shares.sum(axis=2)), ((0, 0), (1, 0)))
 
 
 def sampled_answers(seed=3, temperature=0.7, top_k=40):
@@ -227,36 +253,26 @@ def sampled_answers(seed=3, temperature=0.7, top_k=40):
 
 
 def grpo_loss(options, weights, rows):
-    """Shao et al. 2024, eq. 3 and 4, token by token, in float64."""
-    total, num_tokens, num_rows = 0.0, 0, 0
-    log_probs = drawn_log_probs(weights, rows)
-    sampled = rows.sampled
-    for row in range(len(rows.tokens)):
-        losses = []
-        for column in np.flatnonzero(rows.counted[row]):
-            if column == 0 or rows.segments[row, column] != rows.segments[row, column - 1]:
-                continue
-            here = row, column
-            advantage = np.float64(sampled.advantages[row])
-            ratio = np.exp(log_probs[here] - sampled.old[here])
-            clipped = min(max(ratio, 1 - options.clip_low), 1 + options.clip_high)
-            loss = -min(ratio * advantage, clipped * advantage)
-            if options.importance_cap:
-                drift = np.float64(sampled.old[here]) - sampled.sampler[here]
-                loss *= min(np.exp(drift), options.importance_cap)
-            if options.kl:
-                difference = sampled.reference[here] - log_probs[here]
-                loss += options.kl * (np.exp(difference) - difference - 1)
-            losses.append(loss)
-        num_tokens += len(losses)
-        num_rows += 1
-        shares = {
-            "tokens": 1.0,
-            "answers": 1 / max(len(losses), 1),
-            "constant": 1 / options.max_answer_tokens,
-        }
-        total += np.sum(losses) * shares[options.normalization]
-    return total / (num_tokens if options.normalization == "tokens" else num_rows)
+    """Shao et al. 2024, eq. 3 and 4, of each token, in float64."""
+    new, sampled = drawn_log_probs(weights, rows), rows.sampled
+    counted = rows.counted & (np.diff(rows.segments, axis=1, prepend=-1) == 0)
+    advantages = np.float64(sampled.advantages)[:, None]
+    ratio = np.exp(new - sampled.old)
+    clipped = np.clip(ratio, 1 - options.clip_low, 1 + options.clip_high)
+    losses = -np.minimum(ratio * advantages, clipped * advantages)
+    if options.importance_cap:
+        drift = np.exp(np.float64(sampled.old) - sampled.sampler)
+        losses = losses * np.minimum(drift, options.importance_cap)
+    if options.kl:
+        difference = sampled.reference - new
+        losses = losses + options.kl * (np.exp(difference) - difference - 1)
+    num_tokens = counted.sum(axis=1)
+    totals = np.where(counted, losses, 0).sum(axis=1)
+    if options.normalization == "tokens":
+        return totals.sum() / num_tokens.sum()
+    if options.normalization == "constant":
+        return np.mean(totals / options.max_answer_tokens)
+    return np.mean(totals / np.maximum(num_tokens, 1))
 
 
 def first_step(kind, rows, training):
@@ -268,11 +284,8 @@ def first_step(kind, rows, training):
     params = jax.tree.map(np.array, state.params)
     state, metrics = training.step(state, rows)
     factor = max(1.0, float(metrics.grad_norm) / OPTIMIZER.clip_norm) / (1 - OPTIMIZER.beta1)
-    return (
-        params,
-        jax.tree.map(lambda mean: factor * np.float64(mean), state.opt_state[1][0].mu),
-        metrics,
-    )
+    gradient = jax.tree.map(lambda mean: factor * np.float64(mean), state.opt_state[1][0].mu)
+    return params, gradient, metrics
 
 
 def first_errors(kind, rows, training, loss=answers_loss):
@@ -286,8 +299,8 @@ def slope_error(kind, params, gradient, loss, rows):
     """How far a gradient is from finite differences of a float64 loss, in the worst of some
     directions.
 
-    Of each array a random direction, relative to what random directions have, the largest
-    coordinate and a random one, relative to the largest.
+    Of each array a random direction, relative to what random directions have, and the largest
+    coordinate.
     """
     rng, worst = np.random.default_rng(0), 0.0
     leaves, tree = jax.tree.flatten(jax.tree.map(np.float64, params))
@@ -303,11 +316,13 @@ def slope_error(kind, params, gradient, loss, rows):
         return (high - low) / (2 * step)
 
     for index, array in enumerate(jax.tree.leaves(gradient)):
-        drawn, largest = rng.standard_normal(array.shape), np.abs(array).max()
+        drawn, place = rng.standard_normal(array.shape), np.abs(array).argmax()
         drawn /= np.linalg.norm(drawn)
-        places = np.abs(array).argmax(), rng.integers(array.size)
-        checks = [(np.eye(1, array.size, place).reshape(array.shape), largest) for place in places]
-        checks.append((drawn, np.linalg.norm(array) / np.sqrt(array.size)))
+        largest = np.eye(1, array.size, place).reshape(array.shape)
+        checks = [
+            (largest, np.abs(array).max()),
+            (drawn, np.linalg.norm(array) / np.sqrt(array.size)),
+        ]
         worst = max(
             [worst, *(abs(slope(index, d) - np.sum(array * d)) / scale for d, scale in checks)]
         )

@@ -1,26 +1,33 @@
-"""The training loop's own bookkeeping; whole runs are in ``tests/commands/test_train.py``."""
+"""The training loop's own bookkeeping, and what a run needs of a machine, which is reckoned before
+it is asked for; whole runs are in ``tests/commands/test_train.py``.
+"""
 
 import dataclasses
 import io
-import itertools
 import types
 
-import jax.numpy as jnp
+import jax
 import numpy as np
+import pytest
 from helpers import trained_smollm
 from models import SMALL
 from rich.console import Console
 
 import jllama
+from jllama.config import LlamaConfig
 from jllama.conversation import chat_ids
 from jllama.data.batches import ChatTokens
 from jllama.data.datasets import BatchSource, ChatDataset
+from jllama.errors import UsageError
 from jllama.language_model import LanguageModel
+from jllama.parameters import count_parameters
+from jllama.sharding import MeshConfig, make_mesh
 from jllama.templates.messages import TEMPLATES
 from jllama.tokenizers import BytesTokenizer
 from jllama.training import loop
-from jllama.training.opening import Run
-from jllama.training.step import StepMetrics
+from jllama.training.config import LoopConfig, OptimizerConfig, TrainConfig
+from jllama.training.opening import Run, check_memory
+from jllama.training.step import StepMetrics, compile_training
 from jllama.training.tracker import Tracker
 
 
@@ -58,10 +65,7 @@ def test_the_speed_logged_is_that_of_steps_that_are_done(monkeypatch):
 
     monkeypatch.setattr(loop, "bool", wait_for, raising=False)
     monkeypatch.setattr(loop.time, "perf_counter", lambda: now_s[0])
-    tracker = Recorder(written)
-    config = jllama.TrainConfig(
-        SMALL, training=jllama.LoopConfig(batch_size=2, seq_len=8, steps=10)
-    )
+    config = TrainConfig(SMALL, training=LoopConfig(batch_size=2, seq_len=8, steps=10))
     mesh = types.SimpleNamespace(local_devices=[])
     training = types.SimpleNamespace(mesh=mesh, trainable=types.SimpleNamespace(shares=None))
     data = BatchSource(BytesTokenizer(), lambda: iter([]), list)
@@ -73,16 +77,10 @@ def test_the_speed_logged_is_that_of_steps_that_are_done(monkeypatch):
         num_skipped=0,
         data=data,
         batches=iter([]),
-        tracker=tracker,
+        tracker=Recorder(written),
     )
-    step = StepMetrics(
-        jnp.float32(2.5),
-        jnp.float32(1.0),
-        jnp.float32(16.0),
-        jnp.bool_(False),
-        jnp.float32(16.0),
-        {},
-    )
+    loss, norm, tokens = map(np.float32, (2.5, 1, 16))
+    step = StepMetrics(loss, norm, tokens, np.False_, tokens, {})
     run.recent = [(step, jllama.text_batch(np.ones((2, 9), int), 1))] * 2
     run.start_s = 100.0
     loop.log(run)
@@ -102,47 +100,65 @@ def test_questions_of_a_run_on_chats_are_asked_through_its_template(monkeypatch)
         return [types.SimpleNamespace(text=f"answer {number}") for number in range(len(prompts))]
 
     monkeypatch.setattr(loop, "generate", generate)
-    options = jllama.LoopConfig(
-        batch_size=2, seq_len=8, steps=10, sample_tokens=5, questions=questions
-    )
+    options = LoopConfig(batch_size=2, seq_len=8, steps=10, sample_tokens=5, questions=questions)
     monkeypatch.setattr(loop, "current_model", lambda run: model)
     nothing = np.zeros(0, int)
     no_conversations = ChatTokens(nothing, nothing > 0, nothing, nothing, nothing)
     chats = ChatDataset(tokenizer, no_conversations, no_conversations, "", {})
     text = BatchSource(tokenizer, lambda: iter([]), list)
     for data in (chats, text):
-        config = jllama.TrainConfig(SMALL, training=options)
+        config = TrainConfig(SMALL, training=options)
         loop.sample(a_run(config=config, data=data, tracker=Recorder({}, written), step=1))
     chats = [chat_ids(model, [{"role": "user", "content": question}]) for question in questions]
-    assert requests == [
-        (chats, 0.0, {"max_new_tokens": 5}),
-        (questions, 0.0, {"max_new_tokens": 5}),
-    ]
-    texts = [
-        {"prompt": question, "text": f"answer {number}"}
-        for number, question in enumerate(questions)
-    ]
+    assert requests == [(prompts, 0.0, {"max_new_tokens": 5}) for prompts in (chats, questions)]
+    texts = [{"prompt": text, "text": f"answer {index}"} for index, text in enumerate(questions)]
     assert written == [("samples.jsonl", text) for text in texts] * 2
 
 
-def test_a_step_that_does_not_fit_computes_its_layers_again(tmp_path, monkeypatch, capsys):
-    """By ``remat: auto``, the default; what is learned is the same."""
-    tokenizer = BytesTokenizer()
-    model = dataclasses.replace(SMALL, vocab_size=tokenizer.vocab_size)
-    rows = [jllama.text_batch(np.random.default_rng(0).integers(3, 250, (4, 33)), bos_id=1)]
-    source = BatchSource(tokenizer, lambda: itertools.repeat(rows[0]), lambda: rows)
-    losses, outputs = {}, {}
-    for name, has_bytes in (("fits", 2**40), ("does not", 2**20)):
-        monkeypatch.setattr(
-            loop, "device_memory_bytes", lambda device, has_bytes=has_bytes: has_bytes
-        )
-        options = jllama.LoopConfig(batch_size=4, seq_len=32, steps=2, sample_tokens=0)
-        config = jllama.TrainConfig(model, training=options, run_dir=str(tmp_path / name))
-        losses[name] = jllama.train(config, data=source).validation_loss
-        outputs[name] = capsys.readouterr().err
-    message = (
-        "note: what remat dots keeps does not fit the device, "
-        "so each layer is computed again (block)"
+# Memory
+
+MODEL = LlamaConfig(vocab_size=1000, num_layers=2, embed_dim=64, max_seq_len=128)
+CONFIG = TrainConfig(model=MODEL, training=LoopConfig(batch_size=8, seq_len=128))
+MESH = make_mesh(MeshConfig(), jax.devices()[:1])
+SCALARS = 3 * 4 + 8  # the step, the optimizer's two counts, the key
+
+
+def check(config, available_bytes=None):
+    check_memory(config, compile_training(config, MESH), available_bytes)
+
+
+def min_bytes(tokens, state_bytes=12):
+    """The state of each parameter; gradients, or before them logits; and 2 bytes of each number of
+    a layer's input.
+    """
+    count, logits = count_parameters(MODEL), 4 * tokens * MODEL.vocab_size
+    return state_bytes * count + max(4 * count, logits) + 2 * 2 * tokens * 64 + SCALARS
+
+
+@pytest.mark.parametrize("accumulation", [1, 16])
+def test_the_least_that_a_run_takes(accumulation):
+    """One byte less is too little; with parts of 128 tokens logits are smaller than gradients."""
+    config = dataclasses.replace(
+        CONFIG, training=LoopConfig(batch_size=16, seq_len=128, accumulation=accumulation)
     )
-    assert [message in output for output in outputs.values()] == [False, True]
-    np.testing.assert_allclose(losses["does not"], losses["fits"], rtol=1e-6)
+    needed = min_bytes(16 * 128 // accumulation)
+    check(config, needed)
+    with pytest.raises(
+        UsageError, match=r"take 0.0 GiB .*, over the 0.0 GiB of one CPU: take a smaller"
+    ):
+        check(config, needed - 1)
+    lion = dataclasses.replace(config, optimizer=OptimizerConfig("lion"))
+    check(lion, min_bytes(16 * 128 // accumulation, state_bytes=8))
+
+
+@pytest.mark.parametrize(
+    "absurd",
+    [
+        {"training": LoopConfig(batch_size=10**8, seq_len=128)},
+        {"model": dataclasses.replace(MODEL, vocab_size=10**7, embed_dim=8192)},
+        {"model": dataclasses.replace(MODEL, num_layers=1000, mlp_dim=10**5, embed_dim=8192)},
+    ],
+)
+def test_what_no_machine_has(absurd):
+    with pytest.raises(UsageError, match=r"[\d,]{4,}\.\d GiB"):
+        check(dataclasses.replace(CONFIG, **absurd))
