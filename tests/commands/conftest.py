@@ -20,6 +20,7 @@ import pytest
 import yaml
 from helpers import assert_same_bits
 
+import jllama
 from jllama import report
 from jllama.commands import cli
 from jllama.training import opening, tracker
@@ -53,7 +54,8 @@ def quick_runs():
     """
     compiled = {}
     original = opening.compile_training
-    pauses = dict.fromkeys(("eval_every", "save_every", "keep_last", "sample_tokens"), 1)
+    names = "eval_every save_every log_every keep_last sample_tokens patience max_skipped"
+    pauses = dict.fromkeys(names.split(), 1)
 
     def compile_once(config, **options):
         loop = dataclasses.replace(config.training, sample_prompt="", **pauses)
@@ -70,6 +72,24 @@ def quick_runs():
         mock.patch.object(opening, "compile_training", compile_once),
         mock.patch.object(tracker, "write_report", write_page),
     ):
+        yield
+
+
+@pytest.fixture(scope="module")
+def loads_once():
+    """Commands in this process load each model once a module, and do not store their programs."""
+    models = {}
+    original = jllama.load
+
+    def load(*arguments, **options):
+        key = repr((arguments, options))
+        if key not in models:
+            models[key] = original(*arguments, **options)
+        return models[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JLLAMA_CACHE_GIB", "0")
+        patch.setattr(jllama, "load", load)
         yield
 
 
@@ -101,6 +121,7 @@ def workshop(tmp_path_factory):
             (folder / "small.yaml").write_text(SETTINGS + yaml.safe_dump({"data": data}))
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
+        "JLLAMA_CACHE_GIB": "",  # the usual limit
         # The processes run the same programs.
         "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

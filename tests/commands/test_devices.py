@@ -6,25 +6,35 @@ import json
 import pytest
 import yaml
 
-TINY = (
-    "--model.vocab_size",
-    264,
-    "--training.steps",
-    2,
-    "--training.eval_every",
-    2,
-    "--training.sample_tokens",
-    0,
-)
+PADDED = ("--model.vocab_size", 264)  # 259 tokens do not divide two ways
+SHORT = ("--training.steps", 2, "--training.eval_every", 2, "--training.sample_tokens", 0)
+TINY = (*PADDED, *SHORT)
+REFUSED = [
+    (
+        "--mesh.tensor=3",
+        "the heads axis of layers/wq has size 4, which does not divide 3 ways: "
+        "the nearest mesh.tensor that does is 2",
+    ),
+    (
+        "--mesh.fsdp=3",
+        "no axis of layers/wq, of sizes [32], divides 3 ways: "
+        "the nearest mesh.fsdp that one does is 2",
+    ),
+    (
+        "--mesh.data=3",
+        "training.batch_size is 8; it must be a multiple of 3 device(s) times 1 part(s)",
+    ),
+    ("--mesh.sequence=3", "training.seq_len is 32; it must be a multiple of mesh.sequence, 3"),
+    ("--training.reduce_dtype=bfloat16", "reduce_dtype is bfloat16; it must be float32 on CPUs"),
+]
 
 
 @pytest.mark.slow
 def test_a_run_of_eight_devices_is_sampled_and_continued_on_one(workshop, tmp_path):
     run = tmp_path / "run"
-    padded = ("--model.vocab_size", 264)  # 259 tokens do not divide two ways
     mesh = ("--mesh.data", 2, "--mesh.fsdp", 2, "--mesh.tensor", 2)
     stop = ("--training.eval_every", 5, "--training.steps", 10)
-    begun = workshop.finish(workshop.train(run, *stop, *padded, *mesh, devices=8))
+    begun = workshop.finish(workshop.train(run, *stop, *PADDED, *mesh, devices=8))
     assert begun.code == 0, begun.err
     assert "parameters on 8 x CPU, " in begun.err
 
@@ -35,7 +45,7 @@ def test_a_run_of_eight_devices_is_sampled_and_continued_on_one(workshop, tmp_pa
     assert sampled.out.startswith("the ")
 
     more = ("--training.steps", 12, "--resume_with_changes", "true")
-    continued = workshop.finish(workshop.train(run, *padded, *more, "--resume", "auto"))
+    continued = workshop.finish(workshop.train(run, *PADDED, *more, "--resume", "auto"))
     assert continued.code == 0, continued.err
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps[-1] == 12
@@ -53,13 +63,9 @@ def test_rules_in_a_configuration_split_the_parameters_and_a_mesh_samples_what_o
     workshop, tmp_path
 ):
     rules = {"mlp": ["fsdp"], "embed": [], "vocab": ["tensor"]}
-    (tmp_path / "mesh.yaml").write_text(
-        yaml.safe_dump({"mesh": {"fsdp": 2, "tensor": 2, "rules": rules}})
-    )
-    run = tmp_path / "run"
-    done = workshop.finish(
-        workshop.train(run, *TINY, "--config", tmp_path / "mesh.yaml", devices=4)
-    )
+    run, mesh = tmp_path / "run", tmp_path / "mesh.yaml"
+    mesh.write_text(yaml.safe_dump({"mesh": {"fsdp": 2, "tensor": 2, "rules": rules}}))
+    done = workshop.finish(workshop.train(run, *TINY, "--config", mesh, devices=4))
     assert done.code == 0, done.err
     split = shardings(run, 2)
     assert split["embed"] == ["tensor", None]
@@ -75,37 +81,16 @@ def test_rules_in_a_configuration_split_the_parameters_and_a_mesh_samples_what_o
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (
-            ("--mesh.tensor", 3),
-            "the heads axis of layers/wq has size 4, which does not divide 3 ways: "
-            "the nearest mesh.tensor that does is 2",
-        ),
-        (
-            ("--mesh.fsdp", 3),
-            (
-                "no axis of layers/wq, of sizes [32], divides 3 ways: the nearest mesh.fsdp "
-                "that one does is 2"
-            ),
-        ),
-        (
-            ("--mesh.data", 3),
-            "training.batch_size is 8; it must be a multiple of 3 device(s) times 1 part(s)",
-        ),
-        (
-            ("--mesh.sequence", 3),
-            "training.seq_len is 32; it must be a multiple of mesh.sequence, 3",
-        ),
-        (
-            ("--training.reduce_dtype", "bfloat16"),
-            "training.reduce_dtype is bfloat16; it must be float32 on CPUs",
-        ),
-    ],
-)
-def test_what_does_not_divide_is_refused_with_what_would(workshop, tmp_path, arguments, said):
-    done = workshop.finish(workshop.train(tmp_path / "run", *TINY, *arguments, devices=3))
-    assert (done.code, done.err.count("\n")) == (2, 1)
-    assert said in done.err
+def test_what_does_not_divide_is_refused_with_what_would(workshop, tmp_path):
+    """All in one process that has three devices."""
+    options = workshop.options(tmp_path / "run", *TINY)
+    code = f"""
+from jllama.commands import cli
+for option in {[option for option, _ in REFUSED]}:
+    assert cli.run("train", [*{options}, option]) == 2
+"""
+    done = workshop.finish(workshop.start("-c", code, devices=3))
+    assert done.code == 0, done.err
+    for line, (_, problem) in zip(done.err.splitlines(), REFUSED, strict=True):
+        assert problem in line
     assert not (tmp_path / "run").exists()

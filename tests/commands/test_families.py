@@ -7,19 +7,11 @@ from jllama.checkpoints.run import read_config
 from jllama.commands import cli
 
 MODEL = {
-    "num_layers": 2,
-    "embed_dim": 32,
-    "num_heads": 2,
-    "mlp_dim": 48,
-    "max_seq_len": 32,
-    "attention_bias": True,
-    "qk_norm": "head",
-    "sliding_window": 8,
-    "full_attention_layers": [1],
+    **{"num_layers": 2, "embed_dim": 32, "num_heads": 2, "mlp_dim": 48, "max_seq_len": 32},
+    **{"attention_bias": True, "qk_norm": "head", "residual_multiplier": 0.5},
+    **{"sliding_window": 8, "full_attention_layers": [1], "partial_rotary_factor": 0.5},
     "rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_seq_len": 16},
     "rope_scaling_layers": "full_attention",
-    "partial_rotary_factor": 0.5,
-    "residual_multiplier": 0.5,
 }
 TRAINING = {"batch_size": 4, "steps": 4, "eval_every": 2, "sample_tokens": 0, "log_every": 1}
 
@@ -29,12 +21,13 @@ def trained(workshop, tmp_path_factory):
     """Two folders: of a run of four steps, and of one of two steps that is resumed for two more."""
     folder = tmp_path_factory.mktemp("families")
     data = {"path": str(workshop.folder / "corpus.txt"), "tokenizer": "bytes"}
-    optimizer = {"schedule": "constant", "warmup_steps": 1}
+    optimizer = {"schedule": "constant", "warmup_fraction": 0.5}
     settings = {"model": MODEL, "training": TRAINING, "data": data, "optimizer": optimizer}
     (folder / "c.yaml").write_text(yaml.safe_dump(settings))
     words = [str(folder / "c.yaml"), "--model.no_rope_layers", "[0]", "--run_dir"]
     halves = str(folder / "halves")
-    assert cli.run("train", [*words, str(folder / "whole")]) == 0
+    warmup = ["--optimizer.warmup_steps", "1"]
+    assert cli.run("train", [*words, str(folder / "whole"), *warmup]) == 0
     assert cli.run("train", [*words, halves, "--training.steps", "2"]) == 0
     more = ["--training.steps", "4", "--resume_with_changes", "true"]
     assert cli.run("train", ["--resume", halves, *more]) == 0
@@ -42,7 +35,12 @@ def trained(workshop, tmp_path_factory):
 
 
 def test_two_steps_and_two_more_are_four_bit_for_bit(trained, read_run):
-    read_run.assert_same_bits(trained / "whole", trained / "halves", 4)
+    """The warm-up keeps the step that it had, though it was a share of fewer steps."""
+    halves = trained / "halves"
+    read_run.assert_same_bits(trained / "whole", halves, 4)
+    rates = [line["learning_rate"] for line in read_run.lines(halves) if "learning_rate" in line]
+    assert rates == [rates[0]] * 4
+    assert yaml.safe_load((halves / "config.yaml").read_text())["optimizer"]["warmup_steps"] == 1
 
 
 def test_the_runs_configuration_has_every_option(trained):

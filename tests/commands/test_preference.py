@@ -18,10 +18,7 @@ from jllama.language_model import LanguageModel
 from jllama.templates.messages import TEMPLATES
 from jllama.tokenizers import BytesTokenizer
 
-RECORDS = [
-    {"prompt": f"Question {number}?", "chosen": "yes, yes", "rejected": "no"}
-    for number in range(12)
-]
+QUESTIONS = [f"Question {number}?" for number in range(12)]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +30,10 @@ def run(tmp_path_factory):
     tokenizer = trained_smollm(["user assistant Question yes no"], FILE.vocab_size - 1)
     model = LanguageModel(FILE, weights(FILE), tokenizer, TEMPLATES["chatml"], (2,))
     save(model, folder / "model", "hf")
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    with (folder / "pairs.jsonl").open("w") as file:
+        for question in QUESTIONS:
+            pair = {"prompt": question, "chosen": "yes, yes", "rejected": "no"}
+            file.write(json.dumps(pair) + "\n")
     options = {
         "init_from": folder / "model",
         "run_dir": folder / "run",
@@ -85,10 +85,9 @@ def test_the_sample_is_an_answer_to_a_question_that_is_held_out(run):
     room for.
     """
     (sample,) = lines_of(run, "samples.jsonl")
-    asked = [record["prompt"] for record in RECORDS]
-    assert sample["prompt"] in [
-        f"user\n{question}\nassistant\n" for question in asked
-    ]  # special tokens are no text
+    # Special tokens are no text.
+    prompts = [f"user\n{question}\nassistant\n" for question in QUESTIONS]
+    assert sample["prompt"] in prompts
     assert sample["text"]
     settings = yaml.safe_load((run / "run" / "config.yaml").read_text())
     assert settings["training"]["sample_tokens"] == FILE.max_seq_len - 1  # the usual 128 give way
