@@ -235,25 +235,26 @@ def test_a_last_line_that_goes_nowhere(chat):
     assert chat(b"", *SHORT) == (0, "", "")
 
 
-@pytest.mark.parametrize(
-    ("options", "code", "said"),
-    [
-        (["--temperature", "-1"], 2, "temperature is -1.0; it must be 0"),
-        (["--max_new_tokens", "-1"], 2, "max_new_tokens is -1; it must be 0 or more"),
-        (["--step", "-1"], 2, "step is -1; it must be 0 or more"),
-        (["--step", "3"], 2, "is not a training run, so it has no step 3: leave out the step"),
-        (["--sytem", "a"], 2, "there is no option sytem; did you mean system?"),
-        (["--chat_template", "nowhere"], 1, "the template 'nowhere' cannot be read"),
-        (["--chat_template", "llama2"], 0, ""),
-        (["--chat_template", "bad.jinja"], 1, "the chat template is not Jinja: "),
-    ],
-)
-def test_bad_options(chat, tmp_path, monkeypatch, options, code, said):
+MISTAKES = """
+2 --temperature -1 -> temperature is -1.0; it must be 0
+2 --max_new_tokens -1 -> max_new_tokens is -1; it must be 0 or more
+2 --step -1 -> step is -1; it must be 0 or more
+2 --step 3 -> is not a training run, so it has no step 3: leave out the step
+2 --sytem a -> there is no option sytem; did you mean system?
+1 --chat_template nowhere -> the template 'nowhere' cannot be read
+1 --chat_template bad.jinja -> the chat template is not Jinja:
+"""
+
+
+@pytest.mark.parametrize("line", MISTAKES.strip().splitlines())
+def test_bad_options(chat, tmp_path, monkeypatch, line):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.jinja").write_text("{% if %}")
-    found, out, err = chat([], *options)
-    assert (found, out, said in err) == (code, "", True)
-    assert err.count("\n") == (code > 0)
+    words, problem = line.split(" -> ")
+    code, *options = words.split()
+    actual, out, err = chat([], *options)
+    assert (actual, out, problem in err) == (int(code), "", True)
+    assert err.count("\n") == 1
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(chat, monkeypatch, tmp_path):
@@ -323,12 +324,13 @@ def test_a_model_without_a_template_is_said(tmp_path, capfd, monkeypatch):
     tokenizer = train_sentencepiece(["the quick brown fox jumps over the lazy dog\n" * 9], 300)
     config = config_of(vocab_size=300)
     jllama.save(jllama.LanguageModel(config, always_a(config), tokenizer), tmp_path / "base", "hf")
-    for options, said in ([], True), (["--chat_template", "chatml"], False):
+    note = f"{tmp_path}/base has no chat template: it may not have been trained to chat. "
+    note += "This chat uses llama2; jllama sample continues"
+    for template, is_noted in (("", True), ("chatml", False), ("llama2", False)):
         monkeypatch.setattr("sys.stdin", None)  # closed
+        options = ["--chat_template", template] if template else []
         assert cli.run("chat", [str(tmp_path / "base"), *options]) == 0
-        note = f"{tmp_path}/base has no chat template: it may not have been trained to chat. "
-        note += "This chat uses llama2; jllama sample continues"
-        assert (note in capfd.readouterr().err) == said
+        assert (note in capfd.readouterr().err) == is_noted
 
 
 WORDS = st.text(st.sampled_from("abcdé-,.\u0301"), min_size=1, max_size=9) | st.sampled_from(

@@ -6,9 +6,8 @@ import json
 import pytest
 import yaml
 
+TINY = ("--training.steps", 2, "--training.eval_every", 2, "--training.sample_tokens", 0)
 PADDED = ("--model.vocab_size", 264)  # 259 tokens do not divide two ways
-SHORT = ("--training.steps", 2, "--training.eval_every", 2, "--training.sample_tokens", 0)
-TINY = (*PADDED, *SHORT)
 REFUSED = [
     (
         "--mesh.tensor=3",
@@ -29,28 +28,6 @@ REFUSED = [
 ]
 
 
-@pytest.mark.slow
-def test_a_run_of_eight_devices_is_sampled_and_continued_on_one(workshop, tmp_path):
-    run = tmp_path / "run"
-    mesh = ("--mesh.data", 2, "--mesh.fsdp", 2, "--mesh.tensor", 2)
-    stop = ("--training.eval_every", 5, "--training.steps", 10)
-    begun = workshop.finish(workshop.train(run, *stop, *PADDED, *mesh, devices=8))
-    assert begun.code == 0, begun.err
-    assert "parameters on 8 x CPU, " in begun.err
-
-    sampled = workshop.finish(
-        workshop.start("sample.py", "--checkpoint", run, "--prompt", "the ", "--max_new_tokens", 4)
-    )
-    assert sampled.code == 0, sampled.err
-    assert sampled.out.startswith("the ")
-
-    more = ("--training.steps", 12, "--resume_with_changes", "true")
-    continued = workshop.finish(workshop.train(run, *PADDED, *more, "--resume", "auto"))
-    assert continued.code == 0, continued.err
-    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert steps[-1] == 12
-
-
 def shardings(run, step):
     """How the checkpoint of a step says its parameters were split."""
     saved = json.loads((run / "checkpoints" / str(step) / "params" / "_sharding").read_text())
@@ -59,13 +36,12 @@ def shardings(run, step):
 
 
 @pytest.mark.slow
-def test_rules_in_a_configuration_split_the_parameters_and_a_mesh_samples_what_one_device_does(
-    workshop, tmp_path
-):
+def test_rules_in_a_configuration_split_the_parameters(workshop, read_run, tmp_path):
+    """Four devices sample what one does, and one goes on with the run."""
     rules = {"mlp": ["fsdp"], "embed": [], "vocab": ["tensor"]}
     run, mesh = tmp_path / "run", tmp_path / "mesh.yaml"
     mesh.write_text(yaml.safe_dump({"mesh": {"fsdp": 2, "tensor": 2, "rules": rules}}))
-    done = workshop.finish(workshop.train(run, *TINY, "--config", mesh, devices=4))
+    done = workshop.finish(workshop.train(run, *TINY, *PADDED, "--config", mesh, devices=4))
     assert done.code == 0, done.err
     split = shardings(run, 2)
     assert split["embed"] == ["tensor", None]
@@ -78,12 +54,16 @@ def test_rules_in_a_configuration_split_the_parameters_and_a_mesh_samples_what_o
     four = workshop.finish(workshop.start(*sample, "--mesh.tensor", 4, devices=4))
     assert one.code == four.code == 0, one.err + four.err
     assert json.loads(one.out) == json.loads(four.out)
+    more = ("--training.steps", 3, "--resume", "auto", "--resume_with_changes", "true")
+    done = workshop.finish(workshop.train(run, *TINY, *PADDED, *more))
+    assert done.code == 0, done.err
+    assert [*read_run.losses(run)] == [1, 2, 3]
 
 
 @pytest.mark.slow
 def test_what_does_not_divide_is_refused_with_what_would(workshop, tmp_path):
     """All in one process that has three devices."""
-    options = workshop.options(tmp_path / "run", *TINY)
+    options = workshop.options(tmp_path / "run", *TINY, *PADDED)
     code = f"""
 from jllama.commands import cli
 for option in {[option for option, _ in REFUSED]}:

@@ -51,6 +51,9 @@ def folder(tmp_path_factory):
 
 def arguments(folder, **options):
     """Of a run in ``folder/run``."""
+    training = {"batch_size": 8, "seq_len": 47, "steps": 4, "eval_every": 2, "log_every": 1}
+    training |= {"dtype": "float32", "grpo.group_size": 4, "grpo.max_answer_tokens": 8}
+    training |= {"grpo.mask_overlong": "false", "grpo.eval_prompts": 4}
     usual = {
         "init_from": folder / "base",
         "run_dir": folder / "run",
@@ -60,16 +63,7 @@ def arguments(folder, **options):
         "sampling.temperature": 1.0,
         "sampling.top_p": 1.0,
         "optimizer.learning_rate": 1e-2,
-        "training.batch_size": 8,
-        "training.seq_len": 47,
-        "training.steps": 4,
-        "training.eval_every": 2,
-        "training.log_every": 1,
-        "training.dtype": "float32",
-        "training.grpo.group_size": 4,
-        "training.grpo.max_answer_tokens": 8,
-        "training.grpo.mask_overlong": "false",
-        "training.grpo.eval_prompts": 4,
+        **{f"training.{name}": value for name, value in training.items()},
     }
     return ["grpo", *(f"--{name}={value}" for name, value in {**usual, **options}.items())]
 

@@ -62,29 +62,19 @@ def test_every_option_changes_something(sample):
     plain = ("--prompt", "the ", "--max_new_tokens", 20)
     text = sample(*plain)
     assert sample(*plain) == text
-    for change in [
-        ("--seed", 1),
-        ("--temperature", 3),
-        ("--temperature", 0),
-        ("--top_k", 1),
-        ("--top_p", 0.05),
-        ("--max_new_tokens", 5),
-        ("--min_p", 0.9),
-        ("--repetition_penalty", 9),
-        ("--presence_penalty", 9),
-        ("--frequency_penalty", 9),
+    words = "--seed 1,--temperature 3,--temperature 0,--top_k 1,--top_p 0.05,--max_new_tokens 5"
+    words += ",--min_p 0.9,--repetition_penalty 9,--presence_penalty 9,--frequency_penalty 9"
+    words += ",--step 15,--echo false,--logprobs,--json,-n 2"
+    changes = [change.split() for change in words.split(",")]
+    changes += [
         ("--logit_bias", '{"35": 50}'),
         ("--banned_ids", json.dumps([3 + byte for byte in text[4:].encode()])),
         ("--stop", text[8]),
         ("--stop", json.dumps(["never", text[8]])),
         ("--stop_ids", json.dumps([3 + ord(text[9])])),
         ("--prompt", "fox "),
-        ("--step", 15),
-        ("--echo", "false"),
-        ("--logprobs",),
-        ("--json",),
-        ("-n", 2),
-    ]:
+    ]
+    for change in changes:
         assert sample(*plain, *change) != text, change
     assert sample(*plain, "--quantize", "int8", "--logprobs") != sample(*plain, "--logprobs")
     assert sample(*plain, "--speculate", 3) == text
