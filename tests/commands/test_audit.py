@@ -212,11 +212,13 @@ RECEIPTS = {
 
 @pytest.mark.parametrize("name", RECEIPTS)
 def test_a_receipt_that_is_none_is_one_sentence(copied, change_receipt, name):
+    problem = r"receipt\.json is not the receipt of a run"
     for value in RECEIPTS[name]:
         change_receipt(lambda receipt, value=value: receipt.update({name: value}))
-        for command, arguments in ((bisect, [copied]), (audit, ["--steps", "15:16"])):
-            with pytest.raises(JllamaError, match=r"receipt\.json is not the receipt of a run"):
-                command.main([str(copied), *map(str, arguments)], "jllama")
+        with pytest.raises(JllamaError, match=problem):
+            bisect.main([str(copied), str(copied)], "jllama")
+    with pytest.raises(JllamaError, match=problem):
+        audit.main([str(copied), "--steps", "15:16"], "jllama")
 
 
 @pytest.mark.parametrize("name", [RECEIPT, "metrics.jsonl"])
@@ -230,11 +232,9 @@ def test_odd_lines_are_passed_over(small_run, copied):
     lines = [b"[" * 100_000, "x".encode("utf-16"), b'{"step": ' + b"9" * 5000]
     lines += [b'{"step": 3, "tokens_per_s": 1}', b'{"tokens_per_s": 1}']
     lines.append(b'{"step": "x", "tokens_per_s": 1, "loss": 1}')
-    metrics = copied / "metrics.jsonl"
-    content = metrics.read_bytes()
-    for line in lines:
-        metrics.write_bytes(content + line + b"\n")
-        assert bisect.main([str(small_run.folder), str(copied)], "jllama") == 0
+    with (copied / "metrics.jsonl").open("ab") as metrics:
+        metrics.write(b"\n".join([*lines, b""]))
+    assert bisect.main([str(small_run.folder), str(copied)], "jllama") == 0
 
 
 def test_a_terminal_gets_no_control_characters(small_run, copied, capsys):

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import yaml
@@ -356,15 +357,12 @@ def test_sampling_and_chatting_with_closed_streams(small_run):
         (BrokenPipeError(), ""),
     ],
 )
-def test_what_goes_wrong_is_said_in_a_line(problem, said, monkeypatch, capsys):
-    def fail(argv, prog):
-        raise problem
-
-    monkeypatch.setattr("jllama.commands.doctor.main", fail)
-    assert cli.run("doctor", []) == 1
-    err = capsys.readouterr().err
-    assert err.startswith(said)
-    assert err.count("\n") == bool(said)
+def test_what_goes_wrong_is_said_in_a_line(problem, said, monkeypatch):
+    monkeypatch.setattr("jllama.commands.doctor.main", mock.Mock(side_effect=problem))
+    done = run_command("doctor")
+    assert done.code == 1
+    assert done.err.startswith(said)
+    assert done.err.count("\n") == bool(said)
 
 
 def test_other_errors_keep_their_traceback(monkeypatch):

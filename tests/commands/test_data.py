@@ -183,10 +183,9 @@ def test_pairs_are_numbered_and_what_may_not_be_meant_is_said(show, tmp_path):
         f"pair 1, rejected, {path} line 1",
         f"pair 2, chosen, {path} line 2",
     ]
-    *_, (end, _) = [
-        item for item in enumerate(lines) if item[1].startswith("6 conversations in 3 pairs: ")
-    ]
-    assert sorted(lines[end + 1 :]) == [
+    sums, *notes = out.rpartition("6 conversations in 3 pairs: ")[2].splitlines()
+    assert sums.endswith("have over seq_len + 1 = 41")
+    assert sorted(notes) == [
         "answers that are empty: 1",
         "left out, as no token to learn is among the first training.seq_len + 1: 1",
         "pairs of two equal answers: 1",

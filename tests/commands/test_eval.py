@@ -99,8 +99,9 @@ def test_documents_are_scored_each_by_itself(measure):
 
 
 def test_a_step_of_a_run(small_run, measure):
+    run = small_run.folder
     losses = [
-        measure("text.txt", "--step", step, model=small_run.folder, loaded=f", step {step}")["loss"]
+        measure("text.txt", "--step", step, model=run, loaded=f", step {step}")["loss"]
         for step in (15, 20)
     ]
     assert losses[0] != losses[1]

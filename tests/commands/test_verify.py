@@ -245,11 +245,6 @@ def test_a_checkpoint_with_nan_is_reported_and_not_a_traceback(checkpoint, tmp_p
     assert any("layers/1/wq" in problem for problem in found["problems"])
 
 
-def test_no_such_checkpoint(capsys):
-    assert cli.run("verify", ["no/such/place/model.gguf"]) == 1
-    assert "error: there is no checkpoint at no/such/place/model.gguf" in capsys.readouterr().err
-
-
 def test_what_an_accelerator_multiplies_in_is_said():
     assert precision_note("cpu") == ""
     assert "TF32" in precision_note("gpu")
