@@ -59,7 +59,8 @@ def quick_runs():
 
     def compile_once(config, **options):
         loop = dataclasses.replace(config.training, sample_prompt="", **pauses)
-        key = repr([config.model, config.optimizer, config.mesh, config.lora, loop, options])
+        lora = dataclasses.replace(config.lora, init_from="")  # its rank is filled in by now
+        key = repr([config.model, config.optimizer, config.mesh, lora, loop, options])
         if key not in compiled:
             compiled[key] = original(config, **options)
         return compiled[key]

@@ -90,41 +90,23 @@ def training(workshop, source, run, *more):
     return [*(f"--{name}={value}" for name, value in options.items()), *more]
 
 
-@pytest.mark.slow
-def test_a_user_converts_samples_and_trains_on(workshop, models, tmp_path):
-    """In processes of their own: GGUF to Hugging Face's format, then sampled, then trained on."""
-    done = workshop.finish(
-        workshop.start("-m", "jllama", "convert", models / "gguf", tmp_path / "hf", "--to", "hf")
-    )
-    assert done.code == 0, done.err
-    assert done.out == ""
-    assert f" -> {tmp_path / 'hf'}, " in done.err
-    options = ["--prompt", "the", "--max_new_tokens", 4, "--temperature", 0]
-    sampled = workshop.finish(workshop.start("sample.py", tmp_path / "hf", *options))
-    assert sampled.code == 0, sampled.err
-    assert sampled.out.startswith("the")
-    argv = training(workshop, tmp_path / "hf", tmp_path / "run", "--training.eval_every=2")
-
-    def train(steps, *more):
-        words = ("train.py", *argv, f"--training.steps={steps}", *more)
-        return workshop.finish(workshop.start(*words))
-
-    trained = train(2)
-    assert trained.code == 0, trained.err
-    assert load(tmp_path / "run").config == CONFIG
-    shutil.rmtree(tmp_path / "hf")  # a run goes on without what it began from
-    again = train(4, "--resume=auto", "--resume_with_changes=true")
-    assert again.code == 0, again.err
-    assert "step 2 of 4" in again.err
-
-
-def test_training_begins_from_the_very_weights(workshop, models, tmp_path):
-    """With a learning rate of nothing at all, they are still there at the end."""
-    argv = training(workshop, models / "meta", tmp_path / "run", "--optimizer.learning_rate=1e-30")
+def test_training_begins_from_the_very_weights(workshop, place, capsys):
+    """With a learning rate of nothing at all, they are still there at the end; and a run goes on
+    without what it began from, here with the evaluation that is due.
+    """
+    source, run = place / "in" / "meta", place / "run"
+    argv = training(workshop, source, run, "--optimizer.learning_rate=1e-30")
     assert cli.run("train", argv) == 0
-    found, wanted = (load(path, layout="training") for path in (tmp_path / "run", models / "meta"))
-    assert found.config == wanted.config
-    np.testing.assert_array_equal(found.params["layers"]["wq"], wanted.params["layers"]["wq"])
+    actual, expected = (load(path, layout="training") for path in (run, source))
+    assert actual.config == expected.config
+    np.testing.assert_array_equal(actual.params["layers"]["wq"], expected.params["layers"]["wq"])
+    shutil.rmtree(source)
+    metrics = run / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(line for line in lines if "validation_loss" not in line))
+    capsys.readouterr()
+    assert cli.run("train", ["--resume", str(run)]) == 0
+    assert "step 1: validation loss " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
