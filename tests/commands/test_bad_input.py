@@ -132,7 +132,6 @@ TRAINING = """
 stray -> stray cannot be read: No such file or directory; give a file, or by its name one of
 good.yaml stray -> 'stray' is one argument too many; usage: python -m jllama train [CONFIG]
 --learning-rate 1 -> there is no option learning-rate; did you mean optimizer.learning_rate?
---optimizer.lr 1 -> there is no option optimizer.lr; did you mean optimizer.learning_rate?
 --block_size 1 -> there is no option block_size; did you mean model.max_seq_len?
 --model.activation gelu -> there is no option model.activation; docs/extend.md shows
 --model 3 -> there is no option model; did you mean model.vocab_size?
@@ -173,7 +172,6 @@ def test_the_command_line(place, fails, monkeypatch, arguments, said):
             b"model: {num_layer: 3}\n",
             "there is no option model.num_layer; did you mean model.num_l",
         ),
-        (b"modle: {num_layers: 3}\n", "there is no option modle.num_layers; did you mean model."),
         (b"model: {num_layers: many}\n", "model.num_layers is 'many'; it must be a whole number"),
         (b"model: 3\n", "there is no option model; did you mean model.vocab_size?"),
         (b"model: {num_layers: [1\n", "bad.yaml is not YAML: while parsing a flow sequence"),

@@ -164,7 +164,6 @@ def test_training_on_a_gpu_says_its_share_of_the_published_rate_and_its_memory()
 MISTAKES = """
 2 encode x -> what is 'encode'; it must be one of train, prefill, decode, startup, load
 2 decode -> decode needs a checkpoint
-2 startup --preset llama3.2-1b -> startup needs a checkpoint
 2 decode x --preset llama3.2-1b -> give a checkpoint or a preset, not both
 2 decode --preset llama3.2-1b --adapter x -> adapter is x; it must be left out without a ch
 2 decode x --repeats 0 -> repeats is 0; it must be at least 1

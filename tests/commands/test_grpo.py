@@ -4,6 +4,7 @@ killed run resumes with the same answers and weights; the demonstration learns.
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -119,24 +120,26 @@ def test_a_file_that_only_a_run_names_is_not_run(folder, tmp_path, capsys):
         "def score(prompt, answers, row):\n    return [float(len(answer)) for answer in answers]\n"
     )
     spec = f"{code}:score"
-    run = tmp_path / "run"
-    usual = arguments(folder, run_dir=run, reward=spec, **{"training.steps": 2})
-    assert cli.run("train", usual) == 0
-    (tmp_path / "was_run").unlink()
-    more = ["--resume", str(run), "--training.steps=4", "--resume_with_changes"]
+    run, marker = tmp_path / "run", tmp_path / "was_run"
+    assert cli.run("train", arguments(folder, run_dir=run, reward=spec)) == 0
+
+    def resume(*options):
+        """Go on from the checkpoint before the last one."""
+        marker.unlink(missing_ok=True)
+        shutil.rmtree(run / "checkpoints" / "4", ignore_errors=True)
+        return cli.run("train", ["--resume", str(run), "--resume_with_changes", *options])
+
+    assert marker.exists()
     capsys.readouterr()
-    assert cli.run("train", more) == 2
-    error = capsys.readouterr().err
-    assert error == (
-        f"error: {run} names Python code as its reward, {spec}: to run it, name it yourself, by "
-        "--reward\n"
-    )
-    assert not (tmp_path / "was_run").exists()
-    assert cli.run("train", [*more, "--reward", "length:3"]) == 0
-    assert not (tmp_path / "was_run").exists()
-    more[-2] = "--training.steps=6"
-    assert cli.run("train", [*more, "--reward", spec]) == 0
-    assert (tmp_path / "was_run").exists()
+    assert resume() == 2
+    advice = "to run it, name it yourself, by --reward"
+    error = f"error: {run} names Python code as its reward, {spec}: {advice}\n"
+    assert capsys.readouterr().err == error
+    assert not marker.exists()
+    assert resume("--reward", "length:3") == 0
+    assert not marker.exists()
+    assert resume("--reward", spec) == 0
+    assert marker.exists()
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ from jllama.model import abstract_params
 from jllama.parameters import count_parameters
 from jllama.presets import preset
 from jllama.tokenizers import BytesTokenizer
-from jllama.training import loop
+from jllama.training import loop, run_folder
 from jllama.training.config import LoopConfig, TrainConfig
 from jllama.training.metrics import Evaluation
 from jllama.training.optimizer import learning_rate_at
@@ -420,6 +420,18 @@ def test_a_change_of_the_schedule_is_said_and_asked_for(copied, refused):
     assert code == 1
     assert message.startswith("error: training.dtype was auto and is bfloat16: ")
     assert everything(copied) == before
+
+
+def test_a_constant_rate_keeps_its_warm_up_with_more_steps(workshop, tmp_path):
+    """Of the steps that it had, though they were a share of fewer steps."""
+    constant = ("--optimizer.schedule", "constant", "--optimizer.warmup_fraction", 0.5)
+    folder = None
+    for steps in (6, 12):
+        options = workshop.options(tmp_path, *constant, "--training.steps", steps)
+        config, *_ = resolve(parse(TrainConfig, options, "train.py"), folder)
+        assert config.optimizer.warmup_steps == 3
+        folder = tmp_path
+        run_folder.write_config(folder, config, 0)
 
 
 def test_a_finished_run_goes_on_when_asked_and_keeps_its_history(copied, capsys, read_run):
