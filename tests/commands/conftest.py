@@ -3,66 +3,95 @@ others.
 """
 
 import contextlib
+import dataclasses
 import fcntl
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import types
 from pathlib import Path
+from unittest import mock
 
-import jax
-import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import yaml
+from helpers import assert_same_bits
+
+import jllama
+from jllama import report
+from jllama.commands import cli
+from jllama.training import opening, tracker
 
 ROOT = Path(__file__).parents[2]
 STEPS = 20  # three epochs and a bit: an epoch ends within steps 7, 13 and 19
-SETTINGS = {
-    "model": {
-        "num_layers": 2,
-        "embed_dim": 32,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "mlp_dim": 64,
-        "max_seq_len": 32,
-    },
-    "optimizer": {"learning_rate": 0.01},
-    "training": {
-        "batch_size": 8,
-        "steps": STEPS,
-        "eval_every": 5,
-        "log_every": 1,
-        "keep_last": 2,
-        "sample_prompt": "the ",
-        "sample_tokens": 16,
-    },
-}
-WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "a",
-    "lazy",
-    "dog",
-    "and",
-    "says",
-    "hello",
-    "to",
-    "trees",
-]
+SETTINGS = f"""
+model: {{num_layers: 2, embed_dim: 32, num_heads: 4, num_kv_heads: 2, mlp_dim: 64, max_seq_len: 32}}
+optimizer: {{learning_rate: 0.01}}
+training:
+  {{batch_size: 8, steps: {STEPS}, eval_every: 5, log_every: 1, keep_last: 2, sample_prompt: "the ",
+  sample_tokens: 16}}
+"""
+WORDS = "the quick brown fox jumps over a lazy dog and says hello to trees"
 
 
 def write_corpus(path: Path, lines: int = 30) -> None:
     rng = random.Random(0)
+    words = WORDS.split()
     path.write_text(
-        "".join(" ".join(rng.choice(WORDS) for _ in range(12)) + ".\n" for _ in range(lines))
+        "".join(" ".join(rng.choice(words) for _ in range(12)) + ".\n" for _ in range(lines))
     )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_runs():
+    """Runs in this process whose programs are equal share them within a module, and draw no charts.
+
+    ``compile_training`` reads five parts of a configuration, and of the loop's options not when to
+    pause. The page of ``small_run`` has charts.
+    """
+    compiled = {}
+    original = opening.compile_training
+    names = "eval_every save_every log_every keep_last sample_tokens patience max_skipped"
+    pauses = dict.fromkeys(names.split(), 1)
+
+    def compile_once(config, **options):
+        loop = dataclasses.replace(config.training, sample_prompt="", **pauses)
+        lora = dataclasses.replace(config.lora, init_from="")  # its rank is filled in by now
+        key = repr([config.model, config.optimizer, config.mesh, lora, loop, options])
+        if key not in compiled:
+            compiled[key] = original(config, **options)
+        return compiled[key]
+
+    def write_page(folders, target):
+        with mock.patch.object(report, "_chart", lambda runs, key, title: title):
+            report.write_report(folders, target)
+
+    with (
+        mock.patch.object(opening, "compile_training", compile_once),
+        mock.patch.object(tracker, "write_report", write_page),
+    ):
+        yield
+
+
+@pytest.fixture(scope="module")
+def loads_once():
+    """Commands in this process load each model once a module, and do not store their programs."""
+    models = {}
+    original = jllama.load
+
+    def load(*arguments, **options):
+        key = repr((arguments, options))
+        if key not in models:
+            models[key] = original(*arguments, **options)
+        return models[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JLLAMA_CACHE_GIB", "0")
+        patch.setattr(jllama, "load", load)
+        yield
 
 
 @contextlib.contextmanager
@@ -76,7 +105,8 @@ def one_at_a_time(folder: Path):
 @pytest.fixture(scope="session")
 def workshop(tmp_path_factory):
     """A corpus, a configuration, and ``start``, which runs a script of the repository as a user
-    would.
+    would; ``train`` and ``run`` begin a run of that configuration, in a process of its own and in
+    this one.
     """
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "workshop"
@@ -89,12 +119,12 @@ def workshop(tmp_path_factory):
     with one_at_a_time(folder):
         if not (folder / "small.yaml").exists():
             write_corpus(folder / "corpus.txt")
-            (folder / "small.yaml").write_text(yaml.safe_dump(SETTINGS | {"data": data}))
+            (folder / "small.yaml").write_text(SETTINGS + yaml.safe_dump({"data": data}))
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(
-            folder / "compiled"
-        ),  # the processes run the same programs
+        "JLLAMA_CACHE_GIB": "",  # the usual limit
+        # The processes run the same programs.
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
@@ -114,18 +144,23 @@ def workshop(tmp_path_factory):
         out, err = process.communicate(timeout=900)
         return types.SimpleNamespace(code=process.returncode, out=out, err=err)
 
+    def options(run, *arguments):
+        return ["--config", str(folder / "small.yaml"), "--run_dir", str(run), *map(str, arguments)]
+
     def train(run, *arguments, **settings):
-        return start(
-            "train.py", "--config", folder / "small.yaml", "--run_dir", run, *arguments, **settings
-        )
+        return start("train.py", *options(run, *arguments), **settings)
+
+    def run(run, *arguments):
+        return cli.run("train", options(run, *arguments))
 
     return types.SimpleNamespace(
         folder=folder,
-        yaml=folder / "small.yaml",
+        data=data,
+        options=options,
         start=start,
         finish=finish,
         train=train,
-        data=data,
+        run=run,
     )
 
 
@@ -139,6 +174,13 @@ def small_run(workshop):
             assert done.code == 0, done.err
             printed.write_text(json.dumps({"out": done.out, "err": done.err}))
     return types.SimpleNamespace(folder=run, **json.loads(printed.read_text()))
+
+
+@pytest.fixture
+def copied(small_run, tmp_path):
+    """A copy of the finished run, to be changed."""
+    shutil.copytree(small_run.folder, tmp_path / "run")
+    return tmp_path / "run"
 
 
 @pytest.fixture(scope="session")
@@ -164,13 +206,9 @@ def read_run():
             folder = run.resolve() / "checkpoints" / str(step)
             return {item: reader.restore(folder / item) for item in ("params", "state")}
 
-    def assert_same_bits(run, other, step):
-        mine, theirs = arrays(run, step), arrays(other, step)
-        assert jax.tree.structure(mine) == jax.tree.structure(theirs)
-        for found, wanted in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
-            assert found.dtype == wanted.dtype
-            assert np.asarray(found).tobytes() == np.asarray(wanted).tobytes()
+    def same_bits(run, other, step):
+        assert_same_bits(arrays(run, step), arrays(other, step))
 
     return types.SimpleNamespace(
-        lines=lines, losses=losses, steps=steps, arrays=arrays, assert_same_bits=assert_same_bits
+        lines=lines, losses=losses, steps=steps, arrays=arrays, assert_same_bits=same_bits
     )

@@ -1,6 +1,7 @@
 """Adapters at the command line: merged, exported, talked with; a misfit is one sentence."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -33,9 +34,8 @@ def place(tmp_path_factory):
     fingerprint = base_fingerprint(open_checkpoint(folder / "base"))
     for name, dora in {"run": False, "dora": True}.items():
         lora = LoraConfig(rank=3, alpha=2.0, dora=dora)
-        make_run(
-            folder / name, folder / "base", FILE, lora, adapter_params(FILE, lora), fingerprint
-        )
+        params = adapter_params(FILE, lora)
+        make_run(folder / name, folder / "base", FILE, lora, params, fingerprint)
     (folder / "out").mkdir()
     return folder
 
@@ -58,9 +58,8 @@ def test_an_adapter_is_exported_and_talked_with(place, capsys):
     text, loaded = said(capsys, "sample", place / "run", *GREEDY, "--prompt", "the")
     assert f"{place / 'run'}, step 7\n" in loaded
     for adapter in (place / "out" / "peft", lora):
-        same, loaded = said(
-            capsys, "sample", base, *GREEDY, "--prompt", "the", "--adapter", adapter
-        )
+        words = (*GREEDY, "--prompt", "the", "--adapter", adapter)
+        same, loaded = said(capsys, "sample", base, *words)
         assert same == text
         assert f"{base} with {adapter}\n" in loaded
     assert said(capsys, "sample", base, *GREEDY, "--prompt", "the")[0] != text
@@ -74,9 +73,7 @@ def tuned(tmp_path_factory):
     model = LanguageModel(FILE, weights(FILE), tokenizer, TEMPLATES["chatml"], (2,))
     save(model, folder / "base.gguf", "gguf", "q8_0")
     chats = [{"prompt": f"Question {number}?", "completion": "yes, yes"} for number in range(12)]
-    pairs = [{**chat, "chosen": "no", "rejected": "yes"} for chat in chats]
-    for pair in pairs:
-        del pair["completion"]
+    pairs = [{"prompt": chat["prompt"], "chosen": "no", "rejected": "yes"} for chat in chats]
     for name, records in {"chats": chats, "pairs": pairs}.items():
         text = "".join(json.dumps(record) + "\n" for record in records)
         (folder / f"{name}.jsonl").write_text(text)
@@ -94,6 +91,7 @@ def train(folder, run, *options):
         "optimizer.learning_rate": 1e-2,
         "training.batch_size": 4,
         "training.steps": 6,
+        "training.eval_every": 3,
         "training.log_every": 1,
         "training.sample_tokens": 0,
     }
@@ -128,11 +126,11 @@ def test_training_goes_on_with_an_adapter(tuned, capsys):
         assert train(tuned, name, f"--lora.init_from={adapter}", *still) == 0
         np.testing.assert_allclose(logits(tuned / name), start, atol=1e-4)
     assert train(tuned, "mix2", f"--lora.init_from={mix}") == 0
-    assert cli.run("train", ["--resume", str(tuned / "mix2"), "--training.steps=8"]) == 1
-    more = ["--training.steps=8", "--resume_with_changes"]
-    assert cli.run("train", ["--resume", str(tuned / "mix2"), *more]) == 0
-    capsys.readouterr()
     end = logits(tuned / "mix2")
+    shutil.rmtree(tuned / "mix2" / "checkpoints" / "6")  # as if stopped before
+    assert cli.run("train", ["--resume", str(tuned / "mix2")]) == 0
+    capsys.readouterr()
+    np.testing.assert_array_equal(logits(tuned / "mix2"), end)
     assert np.abs(end - start).max() > 0.01
     np.testing.assert_array_equal(logits(base, tuned / "mix2"), end)
     _, printed = said(capsys, "convert", tuned / "mix2", tuned / "peft2", "--to", "peft")
@@ -161,80 +159,37 @@ def test_preferences_are_learned_from_where_the_adapter_stood(tuned):
 
 def test_an_adapter_is_evaluated_as_what_it_is_merged_into(place, capsys):
     (place / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 5)
-    said(
-        capsys, "convert", place / "base", place / "out" / "whole.gguf", "--adapter", place / "run"
-    )
+    base, run, whole = place / "base", place / "run", place / "out" / "whole.gguf"
+    said(capsys, "convert", base, whole, "--adapter", run)
     data = ("--data", place / "text.txt", "--window", "32")
     losses = [
         said(capsys, "eval", *model, *data)[0].split("tokens_per_s")[0]
-        for model in (
-            [place / "out" / "whole.gguf"],
-            [place / "base", "--adapter", place / "run"],
-            [place / "base"],
-        )
+        for model in ([whole], [base, "--adapter", run], [base])
     ]
     assert losses[0] == losses[1] != losses[2]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (
-            "sample other --adapter run",
-            1,
-            "run is an adapter for another base, by its fingerprint: give /",
-        ),
-        (
-            "convert dora out/x --to gguf-lora",
-            1,
-            "dora has DoRA, which GGUF cannot carry: merge it (gguf)",
-        ),
-    ],
-)
-def test_what_does_not_fit_is_one_sentence(place, arguments, code, message):
-    before = sorted((place / "out").iterdir())
-    found, out, err = run_command(*arguments.split(), place=place)
-    assert (found, out) == (code, "")
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    assert message in err
-    assert sorted((place / "out").iterdir()) == before
+MISTAKES = """
+1 sample other --adapter run -> run is an adapter for another base, by its fingerprint: give /
+1 convert dora out/x --to gguf-lora -> dora has DoRA, which GGUF cannot carry: merge it (gguf)
+2 convert base out/x --to peft -> base has no adapter to write as peft: give one with adapter
+2 convert run out/x --to peft --dtype bfloat16 -> with peft it must be one of float32
+1 eval base --adapter nowhere --data text.txt -> there is no adapter at nowhere: give a run's folder
+1 eval base --adapter base --data text.txt -> base is no adapter that jllama knows: give PEFT's
+1 eval base --adapter run --step 3 --data text.txt -> run has no checkpoint of step 3; it has 7
+1 bench decode base --adapter text.txt -> text.txt is no adapter that jllama knows
+"""
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (
-            "convert base out/x --to peft",
-            2,
-            "base has no adapter to write as peft: give one with adapter",
-        ),
-        ("convert run out/x --to peft --dtype bfloat16", 2, "with peft it must be one of float32"),
-        (
-            "eval base --adapter nowhere --data text.txt",
-            1,
-            "there is no adapter at nowhere: give a run's folder",
-        ),
-        (
-            "eval base --adapter base --data text.txt",
-            1,
-            "base is no adapter that jllama knows: give PEFT's folder, a",
-        ),
-        (
-            "eval base --adapter run --step 3 --data text.txt",
-            1,
-            "run has no checkpoint of step 3; it has 7",
-        ),
-        ("bench decode base --adapter text.txt", 1, "text.txt is no adapter that jllama knows"),
-    ],
-)
-def test_other_mistakes(place, monkeypatch, capsys, arguments, code, message):
-    monkeypatch.chdir(place)
+@pytest.mark.parametrize("line", MISTAKES.strip().splitlines())
+def test_what_does_not_fit_is_one_sentence(place, line):
     (place / "text.txt").write_text("the lazy dog\n")
+    words, problem = line.split(" -> ")
+    code, *arguments = words.split()
     before = sorted((place / "out").iterdir())
-    assert cli.run(arguments.split()[0], arguments.split()[1:]) == code
-    err = capsys.readouterr().err
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    assert message in err
+    done = run_command(*arguments, place=place)
+    assert (done.code, done.out) == (int(code), "")
+    assert done.err.startswith("error: ")
+    assert done.err.count("\n") == 1
+    assert problem in done.err
     assert sorted((place / "out").iterdir()) == before

@@ -16,24 +16,40 @@ from jllama import loggers
 from jllama.checkpoints.receipt import RECEIPT, describe_weights, read_receipt
 from jllama.checkpoints.run_checkpoints import RunCheckpoints
 from jllama.commands import audit, bisect
+from jllama.commands.bisect import print_bisection
 from jllama.commands.train import read_options
 from jllama.errors import JllamaError, UsageError
 from jllama.verify.bisect import bisect as find_difference
 from jllama.verify.checks import random_params
 
 
-@pytest.fixture
-def copied(small_run, tmp_path):
-    folder = tmp_path / "run"
-    shutil.copytree(small_run.folder, folder)
-    return folder
-
-
 def run_json(capsys, command, *arguments):
     code = command.main([*map(str, arguments), "--json"], "jllama")
-    found = json.loads(capsys.readouterr().out)
-    assert found["passed"] == (code == 0)
-    return found
+    result = json.loads(capsys.readouterr().out)
+    assert result["passed"] == (code == 0)
+    return result
+
+
+def change_losses(run, change):
+    """Rewrite the lines of steps in ``metrics.jsonl`` by a function of a line."""
+    metrics = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    for line in lines:
+        if "tokens_per_s" in line:
+            change(line)
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.fixture
+def change_receipt(copied):
+    """Rewrite the receipt of the copied run by a function of it."""
+
+    def rewrite(change):
+        receipt = json.loads((copied / RECEIPT).read_text())
+        change(receipt)
+        (copied / RECEIPT).write_text(json.dumps(receipt))
+
+    return rewrite
 
 
 def test_a_run_writes_what_it_computed(small_run):
@@ -71,53 +87,49 @@ def test_the_fingerprint_of_weights_on_two_devices_is_that_of_the_file(workshop,
 
 def test_steps_are_computed_again_in_the_same_bits(copied, capsys):
     before = sorted(path for path in copied.rglob("*") if path.is_file())
-    found = run_json(capsys, audit, copied, "--steps", "16:19")
-    names = [one["name"] for one in found["compared"] if one["part"] == "training"]
+    result = run_json(capsys, audit, copied, "--steps", "16:19")
+    names = [one["name"] for one in result["compared"] if one["part"] == "training"]
     assert len([name for name in names if name.startswith("step 15/")]) == 12  # what is read
-    assert names[12:] == [
-        f"step {step}/{figure}" for step in (17, 18, 19) for figure in ("loss", "grad_norm")
-    ]
-    different = [one["name"] for one in found["compared"] if one["error"]]
+    figures = [f"step {step}/{name}" for step in (17, 18, 19) for name in ("loss", "grad_norm")]
+    assert names[12:] == figures
+    different = [one["name"] for one in result["compared"] if one["error"]]
     assert set(different) <= {"flags.XLA_FLAGS"}  # of this test's process
-    assert found["verdict"].startswith("PASS: the same in every bit")
+    assert result["verdict"].startswith("PASS: the same in every bit")
     assert sorted(path for path in copied.rglob("*") if path.is_file()) == before
     # The beginning, which has no checkpoint any more.
     assert audit.main([str(copied), "--steps", "0:5"], "jllama") == 0
     assert "training: 22 of 22 places agree" in capsys.readouterr().out
 
 
-def test_what_a_run_did_not_compute_is_found(copied, capsys):
-    metrics = copied / "metrics.jsonl"
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    for line in lines:
-        if line["step"] == 18 and "tokens_per_s" in line:
+def test_what_a_run_did_not_compute_is_found(copied, change_receipt, capsys):
+    def change_step(line):
+        if line["step"] == 18:
             line["loss"] *= 0.99
-    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = run_json(capsys, audit, copied, "--steps", "15:20")
-    assert "they differ first in training, step 18/loss" in found["verdict"]
-    receipt = json.loads((copied / RECEIPT).read_text())
-    receipt["weights"]["15"]["embed"] = "0" * 16
-    receipt["sessions"]["0"]["versions"]["jax"] = "0.0"
-    (copied / RECEIPT).write_text(json.dumps(receipt))
-    found = run_json(capsys, audit, copied, "--steps", "15:17")
-    assert "first in training, step 15/embed" in found["verdict"]
-    assert "their sessions differ in versions.jax" in found["verdict"]
+
+    def change_weights(receipt):
+        receipt["weights"]["15"]["embed"] = "0" * 16
+        receipt["sessions"]["0"]["versions"]["jax"] = "0.0"
+
+    change_losses(copied, change_step)
+    result = run_json(capsys, audit, copied, "--steps", "15:20")
+    assert "they differ first in training, step 18/loss" in result["verdict"]
+    change_receipt(change_weights)
+    result = run_json(capsys, audit, copied, "--steps", "15:17")
+    assert "first in training, step 15/embed" in result["verdict"]
+    assert "their sessions differ in versions.jax" in result["verdict"]
 
 
-def test_weights_of_another_run_are_found(small_run, copied, capsys):
+def test_weights_of_another_run_are_found(copied, capsys):
     """Also those of checkpoints that no step is computed from."""
-    saved = sorted(int(path.name) for path in (copied / "checkpoints").iterdir())
-    other = RunCheckpoints(copied / "checkpoints", keep_last=9)
-    model = jllama.load(copied, layout="training", step=saved[-1])
+    model = jllama.load(copied, layout="training", step=20)
     changed = jax.tree.map(lambda leaf: leaf * 2, model.params)
-    shutil.rmtree(copied / "checkpoints" / str(saved[-1]))
+    shutil.rmtree(copied / "checkpoints" / "20")
     other = RunCheckpoints(copied / "checkpoints", keep_last=9)
-    other.save(saved[-1], changed, None, {}, None)
+    other.save(20, changed, None, {}, None)
     other.wait()
-    first, last = saved[0], saved[-1]
-    found = run_json(capsys, audit, copied, "--steps", f"{first}:{last - 1}")
+    result = run_json(capsys, audit, copied, "--steps", "15:19")
     verdict = "checkpoints that are not what receipt.json says, step 20/"
-    assert f"FAIL: they differ first in {verdict}" in found["verdict"]
+    assert f"FAIL: they differ first in {verdict}" in result["verdict"]
 
 
 def damages(content):
@@ -170,8 +182,12 @@ def test_neither_a_model_nor_a_run_begins_from_damaged_weights(copied):
         jllama.train(config)
 
 
-def test_only_ordinary_files_are_copied(copied, monkeypatch):
+def test_an_audit_copies_only_ordinary_files_and_starts_no_logger(copied, monkeypatch):
     (copied / "extra.bin").symlink_to("/dev/zero")
+    config = copied / "config.yaml"
+    text = config.read_text()
+    assert "logger: ''" in text
+    config.write_text(text.replace("logger: ''", "logger: tensorboard"))
     copies = []
     copy = shutil.copy
 
@@ -180,18 +196,10 @@ def test_only_ordinary_files_are_copied(copied, monkeypatch):
         copy(source, target)
 
     monkeypatch.setattr(shutil, "copy", noted)
+    monkeypatch.setitem(loggers.LOGGERS, "tensorboard", lambda *_: pytest.fail("it is started"))
     assert audit.main([str(copied), "--steps", "15:17"], "jllama") == 0
     assert "config.yaml" in copies
     assert "extra.bin" not in copies
-
-
-def test_an_audit_starts_no_logger(copied, monkeypatch):
-    config = copied / "config.yaml"
-    text = config.read_text()
-    assert "logger: ''" in text
-    config.write_text(text.replace("logger: ''", "logger: tensorboard"))
-    monkeypatch.setitem(loggers.LOGGERS, "tensorboard", lambda *_: pytest.fail("it is started"))
-    assert audit.main([str(copied), "--steps", "15:17"], "jllama") == 0
 
 
 RECEIPTS = {
@@ -202,58 +210,52 @@ RECEIPTS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [(name, value) for name, values in RECEIPTS.items() for value in values]
-)
-def test_a_receipt_that_is_none_is_one_sentence(copied, name, value):
-    receipt = json.loads((copied / RECEIPT).read_text())
-    (copied / RECEIPT).write_text(json.dumps(receipt | {name: value}))
-    for main, arguments in ((bisect.main, [copied]), (audit.main, ["--steps", "15:16"])):
-        with pytest.raises(JllamaError, match=r"receipt\.json is not the receipt of a run"):
-            main([str(copied), *map(str, arguments)], "jllama")
+@pytest.mark.parametrize("name", RECEIPTS)
+def test_a_receipt_that_is_none_is_one_sentence(copied, change_receipt, name):
+    problem = r"receipt\.json is not the receipt of a run"
+    for value in RECEIPTS[name]:
+        change_receipt(lambda receipt, value=value: receipt.update({name: value}))
+        with pytest.raises(JllamaError, match=problem):
+            bisect.main([str(copied), str(copied)], "jllama")
+    with pytest.raises(JllamaError, match=problem):
+        audit.main([str(copied), "--steps", "15:16"], "jllama")
 
 
 @pytest.mark.parametrize("name", [RECEIPT, "metrics.jsonl"])
 def test_without_a_receipt_runs_are_not_the_same(small_run, copied, capsys, name):
     (copied / name).unlink()
-    found = run_json(capsys, bisect, small_run.folder, copied)
-    assert f"differ first in files that are there, {name}: True and False" in found["verdict"]
+    result = run_json(capsys, bisect, small_run.folder, copied)
+    assert f"differ first in files that are there, {name}: True and False" in result["verdict"]
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"[" * 100_000,
-        "x".encode("utf-16"),
-        b'{"step": 3, "tokens_per_s": 1}',
-        b'{"tokens_per_s": 1}',
-        b'{"step": "x", "tokens_per_s": 1, "loss": 1}',
-        b'{"step": ' + b"9" * 5000,
-    ],
-)
-def test_odd_lines_are_passed_over(small_run, copied, capsys, content):
-    with (copied / "metrics.jsonl").open("ab") as file:
-        file.write(content + b"\n")
+def test_odd_lines_are_passed_over(small_run, copied):
+    lines = [b"[" * 100_000, "x".encode("utf-16"), b'{"step": ' + b"9" * 5000]
+    lines += [b'{"step": 3, "tokens_per_s": 1}', b'{"tokens_per_s": 1}']
+    lines.append(b'{"step": "x", "tokens_per_s": 1, "loss": 1}')
+    with (copied / "metrics.jsonl").open("ab") as metrics:
+        metrics.write(b"\n".join([*lines, b""]))
     assert bisect.main([str(small_run.folder), str(copied)], "jllama") == 0
 
 
 def test_a_terminal_gets_no_control_characters(small_run, copied, capsys):
-    text = (copied / "metrics.jsonl").read_text()
-    line = next(line for line in map(json.loads, text.splitlines()) if "tokens_per_s" in line)
-    changed = json.dumps(line | {"loss": "\x1b[2J"})
-    (copied / "metrics.jsonl").write_text(text + changed + "\n")
+    def change(line):
+        if line["step"] == 3:
+            line["loss"] = "\x1b[2J"
+
+    change_losses(copied, change)
     assert bisect.main([str(small_run.folder), str(copied)], "jllama") == 1
     captured = capsys.readouterr()
     assert "\x1b[2J" not in captured.out + captured.err
 
 
-def test_changed_data_are_named(small_run, copied, capsys):
-    receipt = json.loads((copied / RECEIPT).read_text())
-    receipt["data"] = "0" * 64
-    receipt["weights"]["10"]["embed"] = "0" * 16
-    (copied / RECEIPT).write_text(json.dumps(receipt))
-    found = run_json(capsys, bisect, small_run.folder, copied)
-    assert "their sessions differ in data fingerprint" in found["verdict"]
+def test_changed_data_are_named(small_run, copied, change_receipt, capsys):
+    def change(receipt):
+        receipt["data"] = "0" * 64
+        receipt["weights"]["10"]["embed"] = "0" * 16
+
+    change_receipt(change)
+    result = run_json(capsys, bisect, small_run.folder, copied)
+    assert "their sessions differ in data fingerprint" in result["verdict"]
 
 
 def test_steps_of_which_nothing_is_known_do_not_pass(copied):
@@ -282,49 +284,47 @@ def test_a_folder_that_is_no_run_is_one_sentence(tmp_path):
         audit.main([str(tmp_path), "--steps", "1:2"], "jllama")
 
 
-@pytest.fixture
-def checkpoints(tmp_path):
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
     """A model in two formats, and as a function changes it."""
+    folder = tmp_path_factory.mktemp("checkpoints")
     params = random_params(FILE, 0)
     tokenizer = jllama.tokenizers.BytesTokenizer()
-    jllama.save(jllama.LanguageModel(FILE, params, tokenizer), tmp_path / "a", "hf")
-    jllama.save(jllama.LanguageModel(FILE, params, tokenizer), tmp_path / "b.gguf", "gguf")
+    jllama.save(jllama.LanguageModel(FILE, params, tokenizer), folder / "a", "hf")
+    jllama.save(jllama.LanguageModel(FILE, params, tokenizer), folder / "b.gguf", "gguf")
 
     def changed(config, change=lambda layers: layers):
-        folder = tmp_path / "c"
-        own = params | {"layers": change(dict(params["layers"]))}
-        jllama.save(jllama.LanguageModel(config, own, tokenizer), folder, "hf", overwrite=True)
-        return folder
+        layers = {name: leaf.copy() for name, leaf in params["layers"].items()}
+        change(layers)
+        model = jllama.LanguageModel(config, params | {"layers": layers}, tokenizer)
+        jllama.save(model, folder / "c", "hf", overwrite=True)
+        return folder / "c"
 
-    return tmp_path / "a", tmp_path / "b.gguf", changed
+    return folder / "a", folder / "b.gguf", changed
 
 
 def test_formats_of_one_model_agree(checkpoints, capsys):
     a, b, _ = checkpoints
     assert bisect.main([str(a), str(b)], "jllama") == 0
     assert "PASS: the same in every bit" in capsys.readouterr().out
-    assert find_difference(a, b, 0.0).first is None
 
 
 def test_the_first_different_tensor_and_operation_are_found(checkpoints, capsys):
     a, _, changed = checkpoints
 
     def change(layers):
-        layers["wk"] = layers["wk"].copy()
         layers["wk"][1] *= 1.01
-        return layers
 
-    found = find_difference(a, changed(FILE, change))
-    assert found.first.name == "layers/1/wk"
-    assert found.first.error == pytest.approx(0.01, rel=1e-3)
-    over = [one.name for one in found.compared if one.error > 1e-5]
+    result = find_difference(a, changed(FILE, change))
+    assert result.first.name == "layers/1/wk"
+    assert result.first.error == pytest.approx(0.01, rel=1e-3)
+    over = [one.name for one in result.compared if one.error > 1e-5]
     assert over == ["layers/1/wk", "layers/1/attention"]
-    assert bisect.main([str(a), str(changed(FILE, change))], "jllama") == 1
+    assert print_bisection(result, as_json=False) == 1
     assert "wk: relative difference 1.0e-02  <- first" in capsys.readouterr().out
     # A configuration with the same weights: each layer alone differs in its attention.
-    config = dataclasses.replace(FILE, rope_theta=5e5)
-    found = find_difference(a, changed(config))
-    over = [one.name for one in found.compared if one.error > 1e-5]
+    result = find_difference(a, changed(dataclasses.replace(FILE, rope_theta=5e5)))
+    over = [one.name for one in result.compared if one.error > 1e-5]
     assert over == ["rope_theta", "layers/0/attention", "layers/1/attention"]
 
 
@@ -332,30 +332,28 @@ def test_a_number_that_is_none_is_a_difference(checkpoints, capsys):
     a, _, changed = checkpoints
 
     def change(layers):
-        layers["w_up"] = layers["w_up"].copy()
         layers["w_up"][0, 3, 2] = np.nan
-        return layers
 
-    found = run_json(capsys, bisect, a, changed(FILE, change))
-    assert "they differ first in weights, layers/0/w_up" in found["verdict"]
-    assert any(one["error"] is None for one in found["compared"])  # JSON has no NaN
+    result = run_json(capsys, bisect, a, changed(FILE, change))
+    assert "they differ first in weights, layers/0/w_up" in result["verdict"]
+    assert any(one["error"] is None for one in result["compared"])  # JSON has no NaN
 
 
-def test_two_runs_differ_first_at_a_step(small_run, copied, capsys):
+def test_two_runs_differ_first_at_a_step(small_run, copied, change_receipt, capsys):
     assert run_json(capsys, bisect, small_run.folder, copied)["passed"]
-    metrics = copied / "metrics.jsonl"
-    text = metrics.read_text()
-    lines = [json.loads(line) for line in text.splitlines()]
-    for line in lines:
-        if line["step"] >= 7 and "tokens_per_s" in line:
+
+    def change_steps(line):
+        if line["step"] >= 7:
             line["loss"] += 1e-3
-    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    receipt = json.loads((copied / RECEIPT).read_text())
-    receipt["config"]["seed"] = 5
-    receipt["weights"]["10"]["layers/wq"] = "0" * 16
-    (copied / RECEIPT).write_text(json.dumps(receipt))
-    found = run_json(capsys, bisect, small_run.folder, copied)
-    assert "they differ first in training, step 7/loss" in found["verdict"]
-    assert "their sessions differ in seed" in found["verdict"]
-    over = [one["name"] for one in found["compared"] if one["error"] == 1]
+
+    def change(receipt):
+        receipt["config"]["seed"] = 5
+        receipt["weights"]["10"]["layers/wq"] = "0" * 16
+
+    change_losses(copied, change_steps)
+    change_receipt(change)
+    result = run_json(capsys, bisect, small_run.folder, copied)
+    assert "they differ first in training, step 7/loss" in result["verdict"]
+    assert "their sessions differ in seed" in result["verdict"]
+    over = [one["name"] for one in result["compared"] if one["error"] == 1]
     assert "step 10/layers/wq" in over

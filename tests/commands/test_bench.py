@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers import run_command, slow_but
 
 from jllama.checkpoints.registry import save
 from jllama.commands import bench, cli
@@ -25,13 +26,8 @@ from jllama.verify.checks import random_params
 
 CONTESTANTS = Path(__file__).parents[2] / "benchmarks" / "contestants"
 SMALL = LlamaConfig(vocab_size=259, num_layers=1, embed_dim=32, num_heads=2, max_seq_len=256)
-SHAPE = [
-    "--model.num_layers=1",
-    "--model.embed_dim=32",
-    "--model.mlp_dim=64",
-    "--model.vocab_size=99",
-    "--seq_len=16",
-]
+SIZES = {"num_layers": 1, "embed_dim": 32, "mlp_dim": 64, "vocab_size": 99}
+SHAPE = ["--seq_len=16", *(f"--model.{name}={size}" for name, size in SIZES.items())]
 FEW = ["--prompt_tokens", "16", "--new_tokens", "4", "--repeats", "1"]
 
 
@@ -43,11 +39,8 @@ def contestant():
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("model") / "small"
-    save(
-        LanguageModel(SMALL, jax.tree.map(jnp.asarray, random_params(SMALL, 0)), BytesTokenizer()),
-        path,
-        "hf",
-    )
+    params = jax.tree.map(jnp.asarray, random_params(SMALL, 0))
+    save(LanguageModel(SMALL, params, BytesTokenizer()), path, "hf")
     return path
 
 
@@ -74,23 +67,15 @@ def test_training_beside_a_peer_is_the_same_work(workshop, tmp_path):
     losses say.
     """
     page = tmp_path / "page.html"
-    arguments = [
-        "train",
-        *SHAPE,
-        "--batch_size=2",
-        "--against=transformers",
-        "--repeats=2",
-        "--html",
-        page,
-    ]
+    options = ["--batch_size=2", "--against=transformers", "--repeats=2", "--html", page]
+    arguments = ["train", *SHAPE, *options]
     done = workshop.finish(workshop.start("-m", "jllama", "bench", *arguments, "--json"))
     assert done.code == 0, done.err
     found = json.loads(done.out)
     own, theirs = found["work"]["training step, 2 x 16"].values()
     assert own["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
-    ratios = sorted(
-        other / mine for mine, other in zip(own["seconds"], theirs["seconds"], strict=True)
-    )
+    pairs = zip(own["seconds"], theirs["seconds"], strict=True)
+    ratios = [other / seconds for seconds, other in pairs]
     assert theirs["ratio"] == pytest.approx(sum(ratios) / 2)
     html = page.read_text()
     assert html.count("<svg") == 1
@@ -108,30 +93,24 @@ def test_other_work_beside_a_peer(what, checkpoint, workshop):
 
 
 def test_a_configuration_and_a_preset_to_train():
-    named = bench.train_config(bench.parse_options(["train", "quickstart"]))
-    assert (named.model.vocab_size, named.model.embed_dim, named.training.batch_size) == (
-        2048,
-        128,
-        8,
-    )
-    assert named.training.seq_len == 128
-    yardstick = bench.train_config(bench.parse_options(["train", "shakespeare_char"]))
-    assert yardstick.model.vocab_size == BytesTokenizer().vocab_size
-    released = bench.train_config(
-        bench.parse_options(["train", "--preset", "llama3.2-1b", "--seq_len", "64"])
-    )
+
+    def config_of(*words):
+        return bench.train_config(bench.parse_options(["train", *words]))
+
+    named = config_of("quickstart")
+    assert (named.model.vocab_size, named.model.embed_dim) == (2048, 128)
+    assert (named.training.batch_size, named.training.seq_len) == (8, 128)
+    assert config_of("shakespeare_char").model.vocab_size == BytesTokenizer().vocab_size
+    released = config_of("--preset", "llama3.2-1b", "--seq_len", "64")
     assert (released.model.embed_dim, released.training.seq_len) == (2048, 64)
-    assert bench.parse_options(["train", "--against", "transformers,torch-compile"]).against == [
-        "transformers",
-        "torch-compile",
-    ]
+    options = bench.parse_options(["train", "--against", "transformers,torch-compile"])
+    assert options.against == ["transformers", "torch-compile"]
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_work_needs(tied, contestant):
-    config = LlamaConfig(
-        vocab_size=100, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, tie_embeddings=tied
-    )
+    sizes = {"num_layers": 2, "embed_dim": 32, "num_heads": 4, "num_kv_heads": 2}
+    config = LlamaConfig(vocab_size=100, tie_embeddings=tied, **sizes)
     params = jax.tree.map(jnp.asarray, random_params(config, 0))
     weights = sum(leaf.size for leaf in jax.tree.leaves(params)) - (0 if tied else 100 * 32)
     keys_and_values = 3 * 50 * 2 * 2 * 2 * 8
@@ -168,11 +147,8 @@ def test_training_on_a_gpu_says_its_share_of_the_published_rate_and_its_memory()
     """The figures of Llama 3.2 1B on an H100, as docs/performance.md has them."""
     config = LlamaConfig(128_256, 16, 2048, 32, 8, 64, 8192, tie_embeddings=True)
     flops, products = (4 * 4096 * training_flops_per_token(config, length) for length in (4096, 0))
-    facts = {
-        "published_flops_per_s": 989e12,
-        "flops": flops,
-        "causal_flops": (flops + products) / 2,
-    }
+    facts = {"flops": flops, "causal_flops": (flops + products) / 2}
+    facts["published_flops_per_s"] = 989e12
     rows = {
         "jllama": {"median_s": 4 * 4096 / 40_600, "peak_bytes": int(31.4 * 2**30)},
         "transformers": {"median_s": 4 * 4096 / 40_800, "peak_bytes": int(71.5 * 2**30)},
@@ -185,71 +161,41 @@ def test_training_on_a_gpu_says_its_share_of_the_published_rate_and_its_memory()
     assert turns.accelerator_facts({"jllama": {"median_s": 1.0, "peak_bytes": None}}, {}) == {}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (
-            ["encode", "x"],
-            "what is 'encode'; it must be one of train, prefill, decode, startup, load",
-        ),
-        (["decode"], "decode needs a checkpoint"),
-        (["startup", "--preset", "llama3.2-1b"], "startup needs a checkpoint"),
-        (["decode", "x", "--preset", "llama3.2-1b"], "give a checkpoint or a preset, not both"),
-        (
-            ["decode", "--preset", "llama3.2-1b", "--adapter", "x"],
-            "adapter is x; it must be left out without a ch",
-        ),
-        (["decode", "x", "--repeats", "0"], "repeats is 0; it must be at least 1"),
-        (["decode", "x", "--threads", "9999"], "threads is 9999; it must be 0, or up to "),
-        (
-            ["decode", "x", "--against", "transformer"],
-            "there is no peer transformer; did you mean transformers?",
-        ),
-        (["decode", "x", "--against", "torch-compile"], "torch-compile is for train: "),
-        (["train", "--against", "llama.cpp"], "llama.cpp does not train; leave it out"),
-        (["train", "chat_lora"], "init_from is Hugging"),
-        (["train", "--quantize", "int8"], "quantize is int8; it must be left out for train"),
-        (["train", "--html", "nowhere/page.html"], "cannot write nowhere/page.html"),
-        (["prefill", "--preset", "no-such"], "no-such"),
-    ],
-)
-def test_bad_usage(arguments, said, capsys):
-    assert cli.run("bench", arguments) == 2
-    assert said in capsys.readouterr().err
+MISTAKES = """
+2 encode x -> what is 'encode'; it must be one of train, prefill, decode, startup, load
+2 decode -> decode needs a checkpoint
+2 decode x --preset llama3.2-1b -> give a checkpoint or a preset, not both
+2 decode --preset llama3.2-1b --adapter x -> adapter is x; it must be left out without a ch
+2 decode x --repeats 0 -> repeats is 0; it must be at least 1
+2 decode x --threads 9999 -> threads is 9999; it must be 0, or up to
+2 decode x --against transformer -> there is no peer transformer; did you mean transformers?
+2 decode x --against torch-compile -> torch-compile is for train:
+2 train --against llama.cpp -> llama.cpp does not train; leave it out
+2 train chat_lora -> init_from is Hugging
+2 train --quantize int8 -> quantize is int8; it must be left out for train
+2 train --html nowhere/page.html -> cannot write nowhere/page.html
+2 prefill --preset no-such -> no-such
+1 startup nowhere -> error: there is no checkpoint at nowhere
+"""
+IN_A_CONTESTANT = """
+1 load MODEL --against llama.cpp --llama_python /no -> error: No such file or directory: /no
+2 decode MODEL --new_tokens 200 -> needs 320 tokens of
+1 load MODEL --against llama.cpp -> is not installed here (No module named 'llama_cpp'): pip install
+"""
+SLOW = IN_A_CONTESTANT.strip().splitlines()
+QUICK = MISTAKES.strip().splitlines()
 
 
-ABSENT = (
-    "error: llama.cpp is not installed here (No module named 'llama_cpp'): pip install "
-    "llama-cpp-python, or name"
-)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (["startup", "nowhere"], 1, "error: there is no checkpoint at nowhere"),
-        pytest.param(
-            ["load", "MODEL", "--against", "llama.cpp", "--llama_python", "/no"],
-            1,
-            "error: No such file or directory: /no",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            ["decode", "MODEL", "--new_tokens", "200"],
-            2,
-            "needs 320 tokens of",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            ["load", "MODEL", "--against", "llama.cpp"], 1, ABSENT, marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_what_goes_wrong_in_a_contestant_is_one_sentence(arguments, code, said, checkpoint, capsys):
-    assert cli.run("bench", [word.replace("MODEL", str(checkpoint)) for word in arguments]) == code
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: ")
-    assert said in error
+@pytest.mark.parametrize("line", slow_but(QUICK, QUICK + SLOW))
+def test_mistakes_are_one_sentence(line, checkpoint):
+    """Also those that show only in a contestant's process."""
+    words, problem = line.split(" -> ")
+    code, *arguments = words.replace("MODEL", str(checkpoint)).split()
+    done = run_command("bench", *arguments)
+    assert done.code == int(code)
+    last = done.err.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert problem in last
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ from jllama.generation.sampling_params import SamplingParams
 from jllama.model import initial_params
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 
+pytestmark = pytest.mark.usefixtures("loads_once")
 CONTEXT = 128
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}a:"
 SHORT = ["--max_new_tokens", "6"]
@@ -43,13 +44,14 @@ os.execv(sys.argv[1], sys.argv[1:])
 """
 
 
-def save_model(folder, params, max_seq_len=CONTEXT):
-    config = LlamaConfig(
-        vocab_size=259, num_layers=1, embed_dim=32, mlp_dim=32, num_heads=2, max_seq_len=max_seq_len
-    )
-    jllama.save(
-        jllama.LanguageModel(config, params(config), BytesTokenizer(), TEMPLATE), folder, "hf"
-    )
+def config_of(vocab_size=259, max_seq_len=CONTEXT):
+    sizes = {"num_layers": 1, "embed_dim": 32, "mlp_dim": 32, "num_heads": 2}
+    return LlamaConfig(vocab_size=vocab_size, max_seq_len=max_seq_len, **sizes)
+
+
+def save_model(folder, params, config):
+    model = jllama.LanguageModel(config, params(config), BytesTokenizer(), TEMPLATE)
+    jllama.save(model, folder, "hf")
     return folder
 
 
@@ -61,9 +63,8 @@ def zeros(config):
 def random_letters(config):
     """Random, but for a direction that every token has and that all small letters like."""
     rng = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda leaf: rng.normal(0, 0.2, leaf.shape).astype(leaf.dtype), zeros(config)
-    )
+    shapes = zeros(config)
+    params = jax.tree.map(lambda leaf: rng.normal(0, 0.2, leaf.shape).astype(leaf.dtype), shapes)
     params["embed"][:, 0] = 9
     params["lm_head"][0] = 0
     params["lm_head"][0, BytesTokenizer().encode(string.ascii_lowercase)] = 9
@@ -90,12 +91,13 @@ def compile_sooner():
 @pytest.fixture(scope="module")
 def babbler(tmp_path_factory):
     """A model whose answers depend on all that was said."""
-    return save_model(tmp_path_factory.mktemp("models") / "babbler", random_letters)
+    return save_model(tmp_path_factory.mktemp("models") / "babbler", random_letters, config_of())
 
 
 @pytest.fixture(scope="module")
 def monotone(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("models") / "monotone", always_a, max_seq_len=4096)
+    folder = tmp_path_factory.mktemp("models") / "monotone"
+    return save_model(folder, always_a, config_of(max_seq_len=4096))
 
 
 @pytest.fixture
@@ -103,9 +105,9 @@ def chat(babbler, capfd, monkeypatch):
     """Say lines to the babbler; gives the exit code, the answers and the chatter."""
 
     def run(lines, *options):
-        content = (
-            lines if isinstance(lines, bytes) else "".join(f"{line}\n" for line in lines).encode()
-        )
+        content = lines
+        if not isinstance(lines, bytes):
+            content = "".join(f"{line}\n" for line in lines).encode()
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content), "utf-8"))
         code = cli.run("chat", [str(babbler), *map(str, options)])
         printed = capfd.readouterr()
@@ -136,10 +138,8 @@ def test_every_line_is_answered_with_all_that_was_said(chat, babbler):
     assert len(set(answers)) == 3
     notes = "(cut off after 6 tokens; /set max_new_tokens changes it)\n" * 3
     assert chat(questions, *SHORT) == (0, "".join(f"{answer}\n" for answer in answers), notes)
-    assert (
-        chat(["", questions[0], "   ", *questions[1:], "/quit", "not said"], *SHORT)[1]
-        == chat(questions, *SHORT)[1]
-    )
+    lines = ["", questions[0], "   ", *questions[1:], "/quit", "not said"]
+    assert chat(lines, *SHORT)[1] == "".join(f"{answer}\n" for answer in answers)
 
 
 def test_every_option_changes_the_answer(chat, babbler, tmp_path):
@@ -147,17 +147,10 @@ def test_every_option_changes_the_answer(chat, babbler, tmp_path):
     plain = chat(said, *SHORT)
     assert chat(said, *SHORT) == plain
     (tmp_path / "other.jinja").write_text("{{ messages[-1].content }}")
-    for option in [
-        ("--seed", 9),
-        ("--temperature", 3),
-        ("--top_k", 1),
-        ("--top_p", 0.01),
-        ("--min_p", 1),
-        ("--repetition_penalty", 0.001),
-        ("--system", "be brief"),
-        ("--chat_template", tmp_path / "other.jinja"),
-        ("--max_new_tokens", 2),
-    ]:
+    words = "--seed 9,--temperature 3,--top_k 1,--top_p 0.01,--min_p 1,--repetition_penalty 0.001"
+    options = [option.split() for option in f"{words},--max_new_tokens 2".split(",")]
+    options += [("--system", "be brief"), ("--chat_template", tmp_path / "other.jinja")]
+    for option in options:
         code, out, _ = chat(said, *SHORT, *option)
         assert (code, out != plain[1]) == (0, True), option
     answers, _ = expected_answers(babbler, said, "be brief", seed=4, temperature=1.0)
@@ -183,19 +176,11 @@ def test_what_is_saved_is_the_conversation(chat, babbler, tmp_path):
 
 
 def test_reset_keeps_the_system_prompt(chat, tmp_path):
-    names = [tmp_path / name for name in "abcd"]
-    said = [
-        "/system x",
-        "one",
-        "/reset",
-        f"/save {names[0]}",
-        "/system",
-        f"/save {names[1]}",
-        "two",
-        "/system y",
-    ]
-    assert chat([*said, f"/save {names[2]}"], *SHORT)[0] == 0
-    found = [json.loads(path.read_text())["messages"] for path in names[:3]]
+    paths = [tmp_path / name for name in "abc"]
+    said = ["/system x", "one", "/reset", f"/save {paths[0]}", "/system", f"/save {paths[1]}"]
+    said += ["two", "/system y", f"/save {paths[2]}"]
+    assert chat(said, *SHORT)[0] == 0
+    found = [json.loads(path.read_text())["messages"] for path in paths]
     assert found[:2] == [[{"role": "system", "content": "x"}], []]
     assert [message["role"] for message in found[2]] == ["system", "user", "assistant"]
     assert [message["content"] for message in found[2][:2]] == ["y", "two"]
@@ -206,23 +191,13 @@ def test_reset_keeps_the_system_prompt(chat, tmp_path):
 def test_help_and_commands_that_are_none(chat):
     code, out, err = chat(["/help", "/quit"])
     assert (code, out) == (0, "")
-    for word in (
-        "/reset ",
-        "/system ",
-        "/save ",
-        "/load ",
-        "/set ",
-        "/retry ",
-        "/undo ",
-        "/help ",
-        "/quit ",
-    ):
-        assert f"\n{word}" in f"\n{err}"
+    words = "reset system save load set retry undo help quit"
+    for word in words.split():
+        assert f"\n/{word} " in f"\n{err}"
     code, out, err = chat(["/rest now", "hi"], *SHORT)
     assert (code, out != "") == (1, True)
-    assert err.startswith(
-        "error: there is no command /rest; did you mean /reset? (/help explains them"
-    )
+    problem = "error: there is no command /rest; did you mean /reset? (/help explains them"
+    assert err.startswith(problem)
     assert "error: there is no command /x; there are /retry, /undo" in chat(["/x"])[2]
 
 
@@ -231,31 +206,24 @@ def test_a_conversation_over_the_context(chat):
     code, out, err = chat(["x" * 200, "hi", "/reset", "hi"], *SHORT, "--top_k", 1)
     first, second = out[: len(out) // 2], out[len(out) // 2 :]
     assert (code, first) == (1, second)
-    assert (
-        "error: the conversation now has 206 tokens and the model's context is 128: begin a "
-        "new one, or say less "
-        "(/reset begins a new conversation, /undo takes back a turn)\n" in err
+    problem = "the conversation now has 206 tokens and the model's context is 128"
+    advice = (
+        "begin a new one, or say less (/reset begins a new conversation, /undo takes back a turn)"
     )
+    assert f"error: {problem}: {advice}\n" in err
     code, out, err = chat(["hi", "ho", "/reset", "hi"], "--temperature", 0)
     assert code == 1
-    assert (
-        err.count(
-            "(cut off: the model's context of 128 tokens is full, begin a new conversation "
-            "with /reset)"
-        )
-        == 2
-    )
+    advice = "begin a new conversation with /reset"
+    assert err.count(f"(cut off: the model's context of 128 tokens is full, {advice})") == 2
     assert err.count("error: the conversation now has ") == 1
-    assert (
-        chat(["hi"], "--max_new_tokens", 999)[2] == chat(["hi"])[2]
-    )  # where the context ends is soon enough
+    # Where the context ends is soon enough.
+    assert chat(["hi"], "--max_new_tokens", 999)[2] == chat(["hi"])[2]
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the latter in the C locale
 def test_input_that_is_not_utf_8(babbler, capfd, monkeypatch, errors):
-    monkeypatch.setattr(
-        "sys.stdin", io.TextIOWrapper(io.BytesIO(b"/reset\ncaf\xe9\n"), "utf-8", errors)
-    )
+    content = io.BytesIO(b"/reset\ncaf\xe9\n")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(content, "utf-8", errors))
     assert cli.run("chat", [str(babbler), *SHORT]) == 1
     err = capfd.readouterr().err
     assert "of the input is not UTF-8 text: " in err
@@ -267,25 +235,26 @@ def test_a_last_line_that_goes_nowhere(chat):
     assert chat(b"", *SHORT) == (0, "", "")
 
 
-@pytest.mark.parametrize(
-    ("options", "code", "said"),
-    [
-        (["--temperature", "-1"], 2, "temperature is -1.0; it must be 0"),
-        (["--max_new_tokens", "-1"], 2, "max_new_tokens is -1; it must be 0 or more"),
-        (["--step", "-1"], 2, "step is -1; it must be 0 or more"),
-        (["--step", "3"], 2, "is not a training run, so it has no step 3: leave out the step"),
-        (["--sytem", "a"], 2, "there is no option sytem; did you mean system?"),
-        (["--chat_template", "nowhere"], 1, "the template 'nowhere' cannot be read"),
-        (["--chat_template", "llama2"], 0, ""),
-        (["--chat_template", "bad.jinja"], 1, "the chat template is not Jinja: "),
-    ],
-)
-def test_bad_options(chat, tmp_path, monkeypatch, options, code, said):
+MISTAKES = """
+2 --temperature -1 -> temperature is -1.0; it must be 0
+2 --max_new_tokens -1 -> max_new_tokens is -1; it must be 0 or more
+2 --step -1 -> step is -1; it must be 0 or more
+2 --step 3 -> is not a training run, so it has no step 3: leave out the step
+2 --sytem a -> there is no option sytem; did you mean system?
+1 --chat_template nowhere -> the template 'nowhere' cannot be read
+1 --chat_template bad.jinja -> the chat template is not Jinja:
+"""
+
+
+@pytest.mark.parametrize("line", MISTAKES.strip().splitlines())
+def test_bad_options(chat, tmp_path, monkeypatch, line):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.jinja").write_text("{% if %}")
-    found, out, err = chat([], *options)
-    assert (found, out, said in err) == (code, "", True)
-    assert err.count("\n") == (code > 0)
+    words, problem = line.split(" -> ")
+    code, *options = words.split()
+    actual, out, err = chat([], *options)
+    assert (actual, out, problem in err) == (int(code), "", True)
+    assert err.count("\n") == 1
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(chat, monkeypatch, tmp_path):
@@ -312,9 +281,8 @@ def test_settings_and_turns_change_in_the_conversation(chat, tmp_path):
     change what was said.
     """
     plain = chat(["one", "two"], *SHORT)[1].splitlines()
-    told = chat(
-        ["one", "two"], "--max_new_tokens", 3, "--temperature", 2, "--banned_ids", "[70, 71]"
-    )[1]
+    options = ("--max_new_tokens", 3, "--temperature", 2, "--banned_ids", "[70, 71]")
+    told = chat(["one", "two"], *options)[1]
     settings = ["/set max_new_tokens 3", "/set temperature=2", "/set --banned_ids [70, 71]"]
     code, out, err = chat([*settings, "one", "two", "/set"], *SHORT)
     assert (code, out) == (0, told)
@@ -336,48 +304,33 @@ def test_settings_and_turns_change_in_the_conversation(chat, tmp_path):
 
     (tmp_path / "bad.json").write_text('{"messages": ["hello"]}')
     kept, other = tmp_path / "kept.json", tmp_path / "other.json"
-    lines = [
-        "one",
-        "two",
-        f"/save {kept}",
-        f"/load {tmp_path / 'bad.json'}",
-        "/retry",
-        "/undo",
-        "/undo",
-        "one",
-    ]
-    code, out, err = chat([*lines, f"/load {kept}", f"/save {other}"], *SHORT)
+    lines = ["one", "two", f"/save {kept}", f"/load {tmp_path / 'bad.json'}", "/retry"]
+    lines += ["/undo", "/undo", "one", f"/load {kept}", f"/save {other}"]
+    code, out, err = chat(lines, *SHORT)
     assert "error: message 0 is of type str" in err
     assert (code, out.splitlines()[:2]) == (1, plain)
-    assert out.splitlines()[2] != plain[1]
-    assert (
-        out.splitlines()[2]
-        == chat(["/set seed 2", "two"], *SHORT, "--load", kept_first(kept))[1].strip()
-    )
+    again = out.splitlines()[2]
+    assert again != plain[1]
+    # The same conversation without its second question.
+    first = tmp_path / "first.json"
+    first.write_text(json.dumps({"messages": json.loads(kept.read_text())["messages"][:2]}))
+    assert again == chat(["/set seed 2", "two"], *SHORT, "--load", first)[1].strip()
     assert "(taken back: two)\n(taken back: one)\n" in err
     assert "(loaded 4 messages)" in err
     assert other.read_text() == kept.read_text()
 
 
-def kept_first(kept):
-    """The same conversation without its second question."""
-    first = kept.with_name("first.json")
-    first.write_text(json.dumps({"messages": json.loads(kept.read_text())["messages"][:2]}))
-    return first
-
-
 def test_a_model_without_a_template_is_said(tmp_path, capfd, monkeypatch):
     tokenizer = train_sentencepiece(["the quick brown fox jumps over the lazy dog\n" * 9], 300)
-    config = LlamaConfig(
-        vocab_size=300, num_layers=1, embed_dim=32, mlp_dim=32, num_heads=2, max_seq_len=CONTEXT
-    )
+    config = config_of(vocab_size=300)
     jllama.save(jllama.LanguageModel(config, always_a(config), tokenizer), tmp_path / "base", "hf")
-    for options, said in ([], True), (["--chat_template", "chatml"], False):
+    note = f"{tmp_path}/base has no chat template: it may not have been trained to chat. "
+    note += "This chat uses llama2; jllama sample continues"
+    for template, is_noted in (("", True), ("chatml", False), ("llama2", False)):
         monkeypatch.setattr("sys.stdin", None)  # closed
+        options = ["--chat_template", template] if template else []
         assert cli.run("chat", [str(tmp_path / "base"), *options]) == 0
-        note = f"{tmp_path}/base has no chat template: it may not have been trained to chat. "
-        note += "This chat uses llama2; jllama sample continues"
-        assert (note in capfd.readouterr().err) == said
+        assert (note in capfd.readouterr().err) == is_noted
 
 
 WORDS = st.text(st.sampled_from("abcdé-,.\u0301"), min_size=1, max_size=9) | st.sampled_from(
@@ -436,17 +389,10 @@ def test_a_sample_that_ends_at_once_names_chat(monotone, capfd):
     (letter,) = BytesTokenizer().encode("a")
     assert cli.run("sample", [str(monotone), "--prompt", "hello", "--max_new_tokens", "2"]) == 0
     assert capfd.readouterr() == ("helloaa\n", f"{monotone}\n")
-    assert (
-        cli.run(
-            "sample", [str(monotone), "--prompt", "hello", "-n", "2", "--stop_ids", f"[{letter}]"]
-        )
-        == 0
-    )
-    told = (
-        "a text ended at once: the model was trained to answer messages, so chat with it: "
-        "jllama chat"
-    )
-    assert capfd.readouterr().err == f"{monotone}\n{told} {monotone}\n"
+    options = ["--prompt", "hello", "-n", "2", "--stop_ids", f"[{letter}]"]
+    assert cli.run("sample", [str(monotone), *options]) == 0
+    note = "a text ended at once: the model was trained to answer messages, so chat with it"
+    assert capfd.readouterr().err == f"{monotone}\n{note}: jllama chat {monotone}\n"
 
 
 def test_at_a_terminal(monotone, tmp_path):
@@ -456,23 +402,13 @@ def test_at_a_terminal(monotone, tmp_path):
     (tmp_path / "chat_history").write_text("earlier\n")
     environment = os.environ | {
         "JLLAMA_CACHE": str(tmp_path),
-        "JAX_PLATFORMS": "cpu",
+        "JLLAMA_CACHE_GIB": "",
         "TERM": "xterm-256color",
     }
     ours, theirs = pty.openpty()
+    chat = [sys.executable, "-m", "jllama", "chat", monotone, "--max_new_tokens", "0"]
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            OWN_TERMINAL,
-            sys.executable,
-            "-m",
-            "jllama",
-            "chat",
-            monotone,
-            "--max_new_tokens",
-            "0",
-        ],
+        [sys.executable, "-c", OWN_TERMINAL, *chat],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,

@@ -8,8 +8,7 @@ import subprocess
 import sys
 
 import pytest
-
-from jllama.commands import cli
+from helpers import run_command
 
 RIGHT = """
 import numpy as np
@@ -80,13 +79,11 @@ def test_the_table(submissions, tmp_path):
     assert reasons == ["", "carl: rms_norm ended its process, or was not done after 30 s"]
 
 
-def test_a_folder_that_is_not_there(tmp_path, capsys):
-    assert cli.run("check", [str(tmp_path / "none")]) == 1
-    assert capsys.readouterr().err.startswith("error: No such file or directory: ")
-
-
-def test_a_folder_without_submissions(tmp_path, capsys):
+def test_a_folder_without_submissions(tmp_path):
     (tmp_path / "notes.txt").write_text("")
-    assert cli.run("check", [str(tmp_path)]) == 2
-    told = f"{tmp_path} holds no submissions: give a folder of .py files, or of folders of them"
-    assert capsys.readouterr().err == f"error: {told}\n"
+    done = run_command("check", tmp_path / "none")
+    assert done.code == 1
+    assert done.err.startswith("error: No such file or directory: ")
+    done = run_command("check", tmp_path)
+    problem = f"{tmp_path} holds no submissions: give a folder of .py files, or of folders of them"
+    assert (done.code, done.err) == (2, f"error: {problem}\n")

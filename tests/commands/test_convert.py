@@ -2,6 +2,7 @@
 finished and is not.
 """
 
+import dataclasses
 import json
 import pickle
 import shutil
@@ -20,11 +21,12 @@ from models import FILE, weights
 from jllama.checkpoints import registry
 from jllama.checkpoints.registry import convert, load, save
 from jllama.commands import cli
-from jllama.config import LlamaConfig
+from jllama.commands.train import read_options
 from jllama.errors import JllamaError
 from jllama.language_model import LanguageModel
 from jllama.rope_scaling import Llama3Scaling
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
+from jllama.training.resolve import resolve
 from jllama.verify.checks import random_params
 
 CONFIG = FILE
@@ -50,22 +52,27 @@ def place(tmp_path, models):
 
 
 @pytest.fixture
-def refused(place, capsys):
+def refused(place):
     """Convert what must not be converted; return the sentence, check that nothing was written."""
 
     def run(source, *options, to="hf", code=1):
-        found = cli.run(
-            "convert", [str(source), str(place / "out" / "model"), "--to", to, *map(str, options)]
-        )
-        printed = capsys.readouterr()
-        assert found == code, printed.err
-        assert printed.out == ""
-        assert printed.err.startswith("error: ")
-        assert printed.err.count("\n") == 1
+        done = run_command("convert", source, place / "out" / "model", "--to", to, *options)
+        assert (done.code, done.out) == (code, ""), done.err
+        assert done.err.startswith("error: ")
+        assert done.err.count("\n") == 1
         assert list((place / "out").iterdir()) == []
-        return printed.err
+        return done.err
 
     return run
+
+
+def zip_entries(path, change):
+    """Write a zip file's entries as a function changes them: a name and a content."""
+    with zipfile.ZipFile(path) as archive:
+        entries = [(info.filename, archive.read(info)) for info in archive.infolist()]
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in entries:
+            archive.writestr(*change(name, content))
 
 
 def training(workshop, source, run, *more):
@@ -83,89 +90,43 @@ def training(workshop, source, run, *more):
     return [*(f"--{name}={value}" for name, value in options.items()), *more]
 
 
-@pytest.mark.slow
-def test_a_user_converts_samples_and_trains_on(workshop, models, tmp_path):
-    """In processes of their own: GGUF to Hugging Face's format, then sampled, then trained on."""
-    done = workshop.finish(
-        workshop.start("-m", "jllama", "convert", models / "gguf", tmp_path / "hf", "--to", "hf")
-    )
-    assert done.code == 0, done.err
-    assert done.out == ""
-    report, check = done.err.splitlines()
-    assert report.startswith(
-        "llama, 2 layers, 34,720 parameters, float32, tokenizer of 300 tokens -> "
-    )
-    assert f" -> {tmp_path / 'hf'}, " in report
-    assert " kB in " in report
-    assert check == f"check it: python -m jllama verify {tmp_path / 'hf'}"
-    options = [
-        "--checkpoint",
-        tmp_path / "hf",
-        "--prompt",
-        "the",
-        "--max_new_tokens",
-        4,
-        "--temperature",
-        0,
-    ]
-    sampled = workshop.finish(workshop.start("sample.py", *options))
-    assert sampled.code == 0, sampled.err
-    assert sampled.out.startswith("the")
-    argv = training(workshop, tmp_path / "hf", tmp_path / "run", "--training.eval_every=2")
-
-    def train(steps, *more):
-        return workshop.finish(
-            workshop.start("train.py", *argv, f"--training.steps={steps}", *more)
-        )
-
-    trained = train(2)
-    assert trained.code == 0, trained.err
-    assert load(tmp_path / "run").config == CONFIG
-    shutil.rmtree(tmp_path / "hf")  # a run goes on without what it began from
-    again = train(4, "--resume=auto", "--resume_with_changes=true")
-    assert again.code == 0, again.err
-    assert "step 2 of 4" in again.err
-
-
-def test_training_begins_from_the_very_weights(workshop, models, tmp_path):
-    """With a learning rate of nothing at all, they are still there at the end."""
-    argv = training(workshop, models / "meta", tmp_path / "run", "--optimizer.learning_rate=1e-30")
+def test_training_begins_from_the_very_weights(workshop, place, capsys):
+    """With a learning rate of nothing at all, they are still there at the end; and a run goes on
+    without what it began from, here with the evaluation that is due.
+    """
+    source, run = place / "in" / "meta", place / "run"
+    argv = training(workshop, source, run, "--optimizer.learning_rate=1e-30")
     assert cli.run("train", argv) == 0
-    found, wanted = (load(path, layout="training") for path in (tmp_path / "run", models / "meta"))
-    assert found.config == wanted.config
-    np.testing.assert_array_equal(found.params["layers"]["wq"], wanted.params["layers"]["wq"])
+    actual, expected = (load(path, layout="training") for path in (run, source))
+    assert actual.config == expected.config
+    np.testing.assert_array_equal(actual.params["layers"]["wq"], expected.params["layers"]["wq"])
+    shutil.rmtree(source)
+    metrics = run / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(line for line in lines if "validation_loss" not in line))
+    capsys.readouterr()
+    assert cli.run("train", ["--resume", str(run)]) == 0
+    assert "step 1: validation loss " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("options", "code", "said"),
     [
-        (["--model.num_layers", "3"], 2, "model.num_layers is 3; it must be 2, as in "),
+        ("--model.num_layers 3", 2, "model.num_layers is 3; it must be 2, as in "),
+        ("--data.tokenizer bytes", 2, "is bytes; it must be left out: init_from brings its own"),
+        ("--training.seq_len 65", 2, "seq_len is 65; it must be at most model.max_seq_len, 64"),
+        ("--init_from nowhere", 1, "there is no checkpoint at nowhere"),
         (
-            ["--data.tokenizer", "bytes"],
+            "--rope_factor 8",
             2,
-            "data.tokenizer is bytes; it must be left out: init_from brings its own",
+            "with params.json and consolidated.*.pth, so it has no rope_factor 8",
         ),
-        (
-            ["--training.seq_len", "65"],
-            2,
-            "training.seq_len is 65; it must be at most model.max_seq_len, 64",
-        ),
-        (["--init_from", "nowhere"], 1, "there is no checkpoint at nowhere"),
-        (
-            ["--rope_factor", "8"],
-            2,
-            "is not a folder with params.json and consolidated.*.pth, so it has no rope_factor 8",
-        ),
-        (
-            ["--rope_factor", "8", "--init_from", ""],
-            2,
-            "rope_factor is 8.0; it must be left out without init_from",
-        ),
+        ("--rope_factor 8 --init_from=", 2, "is 8.0; it must be left out without init_from"),
     ],
 )
 def test_what_cannot_be_trained_on(workshop, models, tmp_path, capsys, options, code, said):
-    data = ["--data.path", workshop.data["path"], "--data.cache_dir", workshop.data["cache_dir"]]
-    argv = ["--init_from", str(models / "hf"), "--run_dir", str(tmp_path / "run"), *data, *options]
+    argv = training(workshop, models / "hf", tmp_path / "run", *options.split())
+    argv.remove("--training.seq_len=16")
     assert cli.run("train", argv) == code
     assert said in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
@@ -175,13 +136,10 @@ def test_what_cannot_be_trained_on(workshop, models, tmp_path, capsys, options, 
 def test_every_file_cut_short(place, refused, to):
     """Each file of each format at half its length: one sentence that names it."""
     source = place / "in" / to
-    files = (
-        [source]
-        if source.is_file()
-        else sorted(
-            path for path in source.rglob("*") if path.suffix in (".safetensors", ".pth", ".bin")
-        )
-    )
+    files = [source]
+    if source.is_dir():
+        weights = (".safetensors", ".pth", ".bin")
+        files = [path for path in sorted(source.rglob("*")) if path.suffix in weights]
     for path in files:
         whole = path.read_bytes()
         path.write_bytes(whole[: len(whole) // 2])
@@ -189,15 +147,11 @@ def test_every_file_cut_short(place, refused, to):
         path.write_bytes(whole)
 
 
-def test_a_damaged_run(place):
+def test_a_damaged_run(place, refused):
     source = place / "in" / "orbax"
     for path in (source / "checkpoints").rglob("d/*"):
         path.write_bytes(path.read_bytes()[:10])
-    done = run_command("convert", source, place / "out" / "model", "--to", "hf")
-    assert done.code == 1
-    assert "cannot be read" in done.err
-    assert done.err.count("\n") == 1
-    assert list((place / "out").iterdir()) == []
+    assert "cannot be read" in refused(source)
 
 
 class Calls:
@@ -208,12 +162,11 @@ class Calls:
 def test_a_pickle_that_calls_something_calls_nothing(place, refused, monkeypatch):
     monkeypatch.chdir(place / "out")
     shard = place / "in" / "meta" / "consolidated.00.pth"
-    with zipfile.ZipFile(shard) as archive:
-        entries = {info.filename: archive.read(info) for info in archive.infolist()}
-    (pickled,) = [name for name in entries if name.endswith("data.pkl")]
-    with zipfile.ZipFile(shard, "w") as archive:
-        for name, content in entries.items():
-            archive.writestr(name, pickle.dumps({"a": Calls()}) if name == pickled else content)
+
+    def change(name, content):
+        return name, pickle.dumps({"a": Calls()}) if name.endswith("data.pkl") else content
+
+    zip_entries(shard, change)
     message = refused(place / "in" / "meta")
     assert str(shard) in message
     assert "touch" in message
@@ -224,20 +177,13 @@ def test_names_that_point_outside(place, refused):
     weights = folder / "model.safetensors"
     tensors = safetensors.numpy.load_file(weights)
     weights.rename(place / "outside.safetensors")
-    for outside in (
-        "../outside.safetensors",
-        str(place / "outside.safetensors"),
-        "sub/../../outside.safetensors",
-    ):
+    inside = "sub/../../outside.safetensors"
+    for outside in ("../outside.safetensors", str(place / "outside.safetensors"), inside):
         index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, outside)}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
         assert outside in refused(folder)
     shard = place / "in" / "meta" / "consolidated.00.pth"
-    with zipfile.ZipFile(shard) as archive:
-        entries = {info.filename: archive.read(info) for info in archive.infolist()}
-    with zipfile.ZipFile(shard, "w") as archive:
-        for name, content in entries.items():
-            archive.writestr(name.replace("/data/0", "/../data/0"), content)
+    zip_entries(shard, lambda name, content: (name.replace("/data/0", "/../data/0"), content))
     assert "consolidated.00.pth" in refused(place / "in" / "meta")
 
 
@@ -251,10 +197,8 @@ def test_headers_that_claim_absurd_sizes(place, refused):
         gguf.write_bytes(whole[:start] + struct.pack("<Q", 2**61) + whole[start + 8 :])
         assert str(gguf) in refused(gguf)
     model = place / "in" / "llama2c" / "model.bin"
-    model.write_bytes(
-        struct.pack("<7i", 2**30, 2**30, 2**30, 2**30, 2**30, -(2**30), 2**30)
-        + model.read_bytes()[28:]
-    )
+    header = struct.pack("<7i", *[2**30] * 5, -(2**30), 2**30)
+    model.write_bytes(header + model.read_bytes()[28:])
     assert "llama2c" in refused(place / "in" / "llama2c")
 
 
@@ -267,14 +211,11 @@ def test_tensors_that_are_missing_extra_or_misshapen(place, refused):
     tensors["model.norm.weight"] = np.zeros(31, np.float32)
     safetensors.numpy.save_file(tensors, weights)
     message = refused(place / "in" / "hf")
-    for part in (
-        "model.embed_tokens.weight is absent, expected [",
-        "model.layers.1.mlp.up_proj.weight is absent",
-        "model.layers.0.self_attn.q_proj.bias",
-        "model.layers.2.mlp.up_proj.weight",
-        "model.norm.weight is [31], expected [32]",
-    ):
-        assert part in message
+    assert "model.embed_tokens.weight is absent, expected [" in message
+    assert "model.norm.weight is [31], expected [32]" in message
+    layers = ("1.mlp.up_proj.weight is absent", "0.self_attn.q_proj.bias", "2.mlp.up_proj.weight")
+    for part in layers:
+        assert f"model.layers.{part}" in message
 
 
 def test_a_missing_shard(place, refused):
@@ -283,71 +224,62 @@ def test_a_missing_shard(place, refused):
     assert "consolidated.00.pth" in refused(folder)
 
 
-def test_scaled_rope_asks_for_its_factor(place, refused, capsys):
-    scaled = LlamaConfig(
-        **{**vars(CONFIG), "rope_scaling": Llama3Scaling(32.0), "rope_theta": 500_000.0}
-    )
-    save(LanguageModel(scaled, random_params(scaled, 0)), place / "meta", "meta")
-    fields = json.loads((place / "meta" / "params.json").read_text())
-    del fields["rope_scaling_factor"]
-    (place / "meta" / "params.json").write_text(json.dumps(fields))
+@pytest.fixture
+def scaled(place):
+    """A model in Meta's format, whose files leave out the factor of its RoPE."""
+    scaling = {"rope_scaling": Llama3Scaling(32.0), "rope_theta": 500_000.0}
+    config = dataclasses.replace(CONFIG, **scaling)
+    save(LanguageModel(config, random_params(config, 0), BytesTokenizer()), place / "meta", "meta")
+    path = place / "meta" / "params.json"
+    fields = json.loads(path.read_text())
+    assert fields.pop("rope_scaling_factor") == 32
+    path.write_text(json.dumps(fields))
+    return config
+
+
+def test_scaled_rope_asks_for_its_factor(place, refused, scaled):
     assert "rope_factor" in refused(place / "meta")
     target = place / "out" / "model"
-    assert (
-        cli.run("convert", [str(place / "meta"), str(target), "--to", "hf", "--rope_factor", "32"])
-        == 0
-    )
+    done = run_command("convert", place / "meta", target, "--to", "hf", "--rope_factor", 32)
+    assert done.code == 0, done.err
     assert load(target).config.rope_scaling == scaled.rope_scaling
-    capsys.readouterr()
 
 
-def test_training_is_told_the_factor(place, workshop, capsys):
-    scaled = LlamaConfig(
-        **{**vars(CONFIG), "rope_scaling": Llama3Scaling(32.0), "rope_theta": 500_000.0}
-    )
-    save(LanguageModel(scaled, random_params(scaled, 0), BytesTokenizer()), place / "meta", "meta")
-    fields = json.loads((place / "meta" / "params.json").read_text())
-    factor = fields.pop("rope_scaling_factor")
-    (place / "meta" / "params.json").write_text(json.dumps(fields))
+def test_training_is_told_the_factor(place, workshop, scaled, capsys):
     argv = training(workshop, place / "meta", place / "run")
     assert cli.run("train", argv) == 1
     assert "rope_factor" in capsys.readouterr().err
-    assert cli.run("train", [*argv, f"--rope_factor={factor}"]) == 0
-    assert load(place / "run").config == scaled
+    config, *_ = resolve(read_options([*argv, "--rope_factor=32"], "jllama"), None)
+    assert config.model == scaled
 
 
-def test_doctor_knows_presets_and_every_format(models, capsys):
+def test_doctor_knows_presets_and_every_format(models, capsys, monkeypatch):
+    # It has its own test.
+    monkeypatch.setattr("jllama.verify.conformance.whole_error", lambda *_: 0.0)
+    monkeypatch.setattr("jllama.verify.conformance.cached_error", lambda *_: 0.0)
     assert cli.run("doctor", ["--preset", "llama3.2-1b"]) == 0
     assert "1,235,814,400" in capsys.readouterr().out
     assert cli.run("doctor", ["--checkpoint", str(models / "gguf")]) == 0
-    assert "tiktoken" in capsys.readouterr().out
+    assert "34,720" in capsys.readouterr().out
     assert cli.run("doctor", ["--preset", "llama3.2-2b"]) == 2
     assert "did you mean llama3.2-" in capsys.readouterr().err
 
 
+FORMATS = "gguf, meta, llama2c, hf, orbax, peft, gguf-lora"
+
+
 def test_usage(place, refused, capsys):
-    hf = place / "in" / "hf"
-    assert (
-        "to is 'onnx'; it must be one of gguf, meta, llama2c, hf, orbax, peft, gguf-lora\n"
-        in refused(hf, to="onnx", code=2)
-    )
+    hf, meta = place / "in" / "hf", place / "in" / "meta"
+    assert f"to is 'onnx'; it must be one of {FORMATS}\n" in refused(hf, to="onnx", code=2)
     message = refused(hf, "--dtype", "q4_k_m", code=2, to="gguf")
-    assert (
-        "dtype is 'q4_k_m'; with gguf it must be one of float32, bfloat16, float16, q8_0; "
-        "for others, such as Q4_K_M, " in message
-    )
+    assert "with gguf it must be one of float32, bfloat16, float16, q8_0; for others" in message
     assert "run llama.cpp's llama-quantize on a GGUF file" in message
-    shard = place / "in" / "meta" / "consolidated.00.pth"
-    assert (
-        f"{shard} is no checkpoint by itself: give its folder, {place / 'in' / 'meta'}"
-        in refused(shard)
-    )
-    assert "with hf it must be one of float32, bfloat16, float16" in refused(
-        hf, "--dtype", "q8_0", code=2
-    )
-    assert "so it has no rope_factor 8.0: leave out the rope_factor" in refused(
-        place / "in" / "hf", "--rope_factor", "8", code=2
-    )
+    shard = meta / "consolidated.00.pth"
+    assert f"{shard} is no checkpoint by itself: give its folder, {meta}" in refused(shard)
+    message = refused(hf, "--dtype", "q8_0", code=2)
+    assert "with hf it must be one of float32, bfloat16, float16" in message
+    message = refused(hf, "--rope_factor", "8", code=2)
+    assert "so it has no rope_factor 8.0: leave out the rope_factor" in message
     assert "there is no checkpoint at" in refused(place / "in" / "missing")
     for argv in ([], ["somewhere"], ["somewhere", "elsewhere"]):
         assert cli.run("convert", argv) == 2
@@ -362,9 +294,8 @@ def test_the_destination_exists(place, models, capsys):
     assert cli.run("convert", argv) == 1
     assert "or set overwrite to replace it" in capsys.readouterr().err
     assert cli.run("convert", [*argv, "--overwrite"]) == 1
-    assert (
-        "holds mine, more or less than a checkpoint, and stays as it is" in capsys.readouterr().err
-    )
+    problem = "holds mine, more or less than a checkpoint, and stays as it is"
+    assert problem in capsys.readouterr().err
     assert [path.name for path in target.iterdir()] == ["mine"]
     (target / "mine").unlink()
     shutil.copytree(models / "llama2c", target, dirs_exist_ok=True)
@@ -384,45 +315,33 @@ def test_all_that_a_run_holds_is_known_to_be_its_own(small_run, models, tmp_path
     assert load(tmp_path / "run").config == CONFIG
 
 
-def test_the_format_is_read_off_the_target(place, capsys):
+def test_the_format_is_read_off_the_target(place):
     """And the report says what was converted, to what, and how to check it."""
+    out, model = place / "out", "llama, 2 layers, 34,720 parameters"
     for name, format, dtype in (("x.gguf", "gguf", "bfloat16"), ("x.bin", "llama2c", "float32")):
-        target = place / "out" / name
-        argv = [
-            str(place / "in" / "hf"),
-            str(target),
-            *(["--dtype", dtype] if format == "gguf" else []),
-        ]
-        assert cli.run("convert", argv, "jllama convert") == 0
-        report, check = capsys.readouterr().err.splitlines()
-        assert report.startswith(
-            f"llama, 2 layers, 34,720 parameters, {dtype}, tokenizer of 300 tokens -> {target}, "
-        )
-        assert check == f"check it: jllama verify {target}"
+        target = out / name
+        options = ["--dtype", dtype] if format == "gguf" else []
+        done = run_command("convert", place / "in" / "hf", target, *options)
+        assert done.code == 0
+        report, check = done.err.splitlines()
+        assert report.startswith(f"{model}, {dtype}, tokenizer of 300 tokens -> {target}, ")
+        assert check == f"check it: python -m jllama verify {target}"
         assert registry._format_of(target) == format
-    assert cli.run("convert", [str(place / "in" / "hf"), str(place / "out" / "x")]) == 2
-    assert (
-        capsys.readouterr().err
-        == "error: to is ''; it must be one of gguf, meta, llama2c, hf, orbax, peft, gguf-lora\n"
-    )
-    assert (
-        cli.run("convert", [str(place / "in" / "gguf"), str(place / "out" / "none"), "--to", "hf"])
-        == 0
-    )
-    for name in ("tokenizer.json", "tokenizer.model"):
-        (place / "out" / "none" / name).unlink()
-    capsys.readouterr()
-    assert (
-        cli.run("convert", [str(place / "out" / "none"), str(place / "out" / "y"), "--to", "meta"])
-        == 0
-    )
-    assert ", float32, no tokenizer -> " in capsys.readouterr().err
+    done = run_command("convert", place / "in" / "hf", out / "x")
+    assert (done.code, done.err) == (2, f"error: to is ''; it must be one of {FORMATS}\n")
+    hf = place / "in" / "hf"
+    for path in hf.glob("tokenizer.*"):
+        path.unlink()
+    done = run_command("convert", hf, out / "y", "--to", "meta")
+    assert done.code == 0
+    assert ", float32, no tokenizer -> " in done.err
 
 
 SLOWLY = """
 import itertools, signal, sys, time
 from jllama.checkpoints import safetensors_file
 from jllama.commands import cli
+from jllama.commands.train import read_options
 
 blocks = safetensors_file.blocks
 written = itertools.count()

@@ -6,39 +6,26 @@ import json
 import pytest
 import yaml
 
-TINY = (
-    "--model.vocab_size",
-    264,
-    "--training.steps",
-    2,
-    "--training.eval_every",
-    2,
-    "--training.sample_tokens",
-    0,
-)
-
-
-@pytest.mark.slow
-def test_a_run_of_eight_devices_is_sampled_and_continued_on_one(workshop, tmp_path):
-    run = tmp_path / "run"
-    padded = ("--model.vocab_size", 264)  # 259 tokens do not divide two ways
-    mesh = ("--mesh.data", 2, "--mesh.fsdp", 2, "--mesh.tensor", 2)
-    stop = ("--training.eval_every", 5, "--training.steps", 10)
-    begun = workshop.finish(workshop.train(run, *stop, *padded, *mesh, devices=8))
-    assert begun.code == 0, begun.err
-    assert "parameters on 8 x CPU, " in begun.err
-
-    sampled = workshop.finish(
-        workshop.start("sample.py", "--checkpoint", run, "--prompt", "the ", "--max_new_tokens", 4)
-    )
-    assert sampled.code == 0, sampled.err
-    assert sampled.out.startswith("the ")
-
-    more = ("--training.steps", 12, "--resume_with_changes", "true")
-    continued = workshop.finish(workshop.train(run, *padded, *more, "--resume", "auto"))
-    assert continued.code == 0, continued.err
-    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert steps[-1] == 12
+TINY = ("--training.steps", 2, "--training.eval_every", 2, "--training.sample_tokens", 0)
+PADDED = ("--model.vocab_size", 264)  # 259 tokens do not divide two ways
+REFUSED = [
+    (
+        "--mesh.tensor=3",
+        "the heads axis of layers/wq has size 4, which does not divide 3 ways: "
+        "the nearest mesh.tensor that does is 2",
+    ),
+    (
+        "--mesh.fsdp=3",
+        "no axis of layers/wq, of sizes [32], divides 3 ways: "
+        "the nearest mesh.fsdp that one does is 2",
+    ),
+    (
+        "--mesh.data=3",
+        "training.batch_size is 8; it must be a multiple of 3 device(s) times 1 part(s)",
+    ),
+    ("--mesh.sequence=3", "training.seq_len is 32; it must be a multiple of mesh.sequence, 3"),
+    ("--training.reduce_dtype=bfloat16", "reduce_dtype is bfloat16; it must be float32 on CPUs"),
+]
 
 
 def shardings(run, step):
@@ -49,17 +36,12 @@ def shardings(run, step):
 
 
 @pytest.mark.slow
-def test_rules_in_a_configuration_split_the_parameters_and_a_mesh_samples_what_one_device_does(
-    workshop, tmp_path
-):
+def test_rules_in_a_configuration_split_the_parameters(workshop, read_run, tmp_path):
+    """Four devices sample what one does, and one goes on with the run."""
     rules = {"mlp": ["fsdp"], "embed": [], "vocab": ["tensor"]}
-    (tmp_path / "mesh.yaml").write_text(
-        yaml.safe_dump({"mesh": {"fsdp": 2, "tensor": 2, "rules": rules}})
-    )
-    run = tmp_path / "run"
-    done = workshop.finish(
-        workshop.train(run, *TINY, "--config", tmp_path / "mesh.yaml", devices=4)
-    )
+    run, mesh = tmp_path / "run", tmp_path / "mesh.yaml"
+    mesh.write_text(yaml.safe_dump({"mesh": {"fsdp": 2, "tensor": 2, "rules": rules}}))
+    done = workshop.finish(workshop.train(run, *TINY, *PADDED, "--config", mesh, devices=4))
     assert done.code == 0, done.err
     split = shardings(run, 2)
     assert split["embed"] == ["tensor", None]
@@ -72,40 +54,23 @@ def test_rules_in_a_configuration_split_the_parameters_and_a_mesh_samples_what_o
     four = workshop.finish(workshop.start(*sample, "--mesh.tensor", 4, devices=4))
     assert one.code == four.code == 0, one.err + four.err
     assert json.loads(one.out) == json.loads(four.out)
+    more = ("--training.steps", 3, "--resume", "auto", "--resume_with_changes", "true")
+    done = workshop.finish(workshop.train(run, *TINY, *PADDED, *more))
+    assert done.code == 0, done.err
+    assert [*read_run.losses(run)] == [1, 2, 3]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (
-            ("--mesh.tensor", 3),
-            "the heads axis of layers/wq has size 4, which does not divide 3 ways: "
-            "the nearest mesh.tensor that does is 2",
-        ),
-        (
-            ("--mesh.fsdp", 3),
-            (
-                "no axis of layers/wq, of sizes [32], divides 3 ways: the nearest mesh.fsdp "
-                "that one does is 2"
-            ),
-        ),
-        (
-            ("--mesh.data", 3),
-            "training.batch_size is 8; it must be a multiple of 3 device(s) times 1 part(s)",
-        ),
-        (
-            ("--mesh.sequence", 3),
-            "training.seq_len is 32; it must be a multiple of mesh.sequence, 3",
-        ),
-        (
-            ("--training.reduce_dtype", "bfloat16"),
-            "training.reduce_dtype is bfloat16; it must be float32 on CPUs",
-        ),
-    ],
-)
-def test_what_does_not_divide_is_refused_with_what_would(workshop, tmp_path, arguments, said):
-    done = workshop.finish(workshop.train(tmp_path / "run", *TINY, *arguments, devices=3))
-    assert (done.code, done.err.count("\n")) == (2, 1)
-    assert said in done.err
+def test_what_does_not_divide_is_refused_with_what_would(workshop, tmp_path):
+    """All in one process that has three devices."""
+    options = workshop.options(tmp_path / "run", *TINY, *PADDED)
+    code = f"""
+from jllama.commands import cli
+for option in {[option for option, _ in REFUSED]}:
+    assert cli.run("train", [*{options}, option]) == 2
+"""
+    done = workshop.finish(workshop.start("-c", code, devices=3))
+    assert done.code == 0, done.err
+    for line, (_, problem) in zip(done.err.splitlines(), REFUSED, strict=True):
+        assert problem in line
     assert not (tmp_path / "run").exists()

@@ -21,27 +21,21 @@ def free_port():
         return server.getsockname()[1]
 
 
+def meeting(count, process_id, coordinator):
+    """The options by which a process meets the others."""
+    values = {"coordinator": coordinator, "num_processes": count, "process_id": process_id}
+    return [f"--distributed.{name}={value}" for name, value in values.items()]
+
+
 @pytest.fixture
 def start(workshop):
     """A run of so many processes, all with the same options, or ``own`` ones of each besides."""
 
-    def begin(run, count, *options, own=None, devices=1):
-        meeting = (
-            "--distributed.coordinator",
-            f"127.0.0.1:{free_port()}",
-            "--distributed.num_processes",
-            count,
-        )
+    def begin(run, count, *options, own=None):
+        address = f"127.0.0.1:{free_port()}"
+        others = own or {}
         return [
-            workshop.train(
-                run,
-                *options,
-                *meeting,
-                "--distributed.process_id",
-                index,
-                *(own or {}).get(index, ()),
-                devices=devices,
-            )
+            workshop.train(run, *options, *meeting(count, index, address), *others.get(index, ()))
             for index in range(count)
         ]
 
@@ -54,9 +48,8 @@ def wait_for_step(read_run, processes, run, step):
         if max(read_run.losses(run), default=0) >= step:
             return
         time.sleep(0.05)
-    raise AssertionError(
-        [process.communicate()[1] for process in processes if process.poll() is not None]
-    )
+    ended = [process for process in processes if process.poll() is not None]
+    raise AssertionError([process.communicate()[1] for process in ended])
 
 
 def last_line(err):
@@ -65,12 +58,15 @@ def last_line(err):
 
 
 def assert_same_curve(read_run, run, other):
-    mine, theirs = read_run.losses(run), read_run.losses(other)
-    assert mine.keys() == theirs.keys()
-    for step, found in mine.items():
-        assert found == pytest.approx(theirs[step], rel=1e-5), step
-    both = [read_run.lines(each)[-1]["final"]["validation_loss"] for each in (run, other)]
-    assert both[0] == pytest.approx(both[1], rel=1e-5)
+    actual, expected = read_run.losses(run), read_run.losses(other)
+    assert actual.keys() == expected.keys()
+    for step, figures in actual.items():
+        assert figures == pytest.approx(expected[step], rel=1e-5), step
+    ends = [read_run.lines(folder)[-1]["final"]["validation_loss"] for folder in (run, other)]
+    assert ends[0] == pytest.approx(ends[1], rel=1e-5)
+
+
+GONE = "error: a process has died, failed, never connected or been silent for 30 s: "
 
 
 @pytest.mark.slow
@@ -79,24 +75,18 @@ def test_two_processes_give_the_curve_of_one(small_run, workshop, read_run, star
     say the same end.
     """
     run = tmp_path / "run"
-    done = [
-        workshop.finish(each)
-        for each in start(run, 2, "--mesh.fsdp", 2, "--training.eval_every", STEPS)
-    ]
+    started = start(run, 2, "--mesh.fsdp", 2, "--training.eval_every", STEPS)
+    done = [workshop.finish(process) for process in started]
     assert [each.code for each in done] == [0, 0], done[1].err
     assert "parameters on 2 x cpu" in done[0].err.lower()
     assert done[1].err == ""
     assert_same_curve(read_run, run, small_run.folder)
-    assert (
-        read_run.lines(run, "samples.jsonl")
-        == read_run.lines(small_run.folder, "samples.jsonl")[-1:]
-    )
-    assert {path.name for path in run.iterdir()} == {
-        path.name for path in small_run.folder.iterdir()
-    }
-    assert (
-        "distributed:\n  coordinator: ''" in (run / "config.yaml").read_text()
-    )  # so it starts again as it likes
+    samples = read_run.lines(small_run.folder, "samples.jsonl")
+    assert read_run.lines(run, "samples.jsonl") == samples[-1:]
+    names = {path.name for path in small_run.folder.iterdir()}
+    assert {path.name for path in run.iterdir()} == names
+    # So it starts again as it likes.
+    assert "distributed:\n  coordinator: ''" in (run / "config.yaml").read_text()
 
 
 @pytest.mark.slow
@@ -120,9 +110,7 @@ def test_a_run_goes_on_with_any_number_of_processes(small_run, workshop, read_ru
     assert two[1].wait() == -signal.SIGKILL
     left = workshop.finish(two[0])
     assert left.code == 1
-    assert last_line(left.err).startswith(
-        "error: a process has died, failed, never connected or been silent for 30 s: "
-    )
+    assert last_line(left.err).startswith(GONE)
     assert stopped < read_run.steps(run)[-1] < STEPS
 
     done = workshop.finish(workshop.train(run, *OFTEN))
@@ -133,10 +121,8 @@ def test_a_run_goes_on_with_any_number_of_processes(small_run, workshop, read_ru
 @pytest.mark.slow
 def test_a_run_goes_on_with_any_number_of_devices(small_run, workshop, read_run, tmp_path):
     """Eight, one, four: a checkpoint is read straight into the new split."""
-    run, meshes = (
-        tmp_path / "run",
-        {8: ("--mesh.fsdp", 4, "--mesh.sequence", 2), 1: (), 4: ("--mesh.fsdp", 2)},
-    )
+    run = tmp_path / "run"
+    meshes = {8: ("--mesh.fsdp", 4, "--mesh.sequence", 2), 1: (), 4: ("--mesh.fsdp", 2)}
     for devices, mesh in meshes.items():
         process = workshop.train(run, *OFTEN, *mesh, devices=devices)
         if devices != 4:
@@ -148,45 +134,29 @@ def test_a_run_goes_on_with_any_number_of_devices(small_run, workshop, read_run,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("silent", [0, 1])
-def test_a_process_that_falls_silent_ends_the_others(workshop, read_run, start, tmp_path, silent):
-    processes = start(tmp_path / "run", 2, *OFTEN)
-    wait_for_step(read_run, processes, tmp_path / "run", 2)
-    processes[silent].send_signal(signal.SIGSTOP)
-    try:
-        left = workshop.finish(processes[1 - silent])
-    finally:
-        processes[silent].kill()
-        processes[silent].communicate()
-    assert left.code == 1
-    assert last_line(left.err).startswith(
-        "error: a process has died, failed, never connected or been silent for 30 s: "
-    )
+def test_a_process_that_falls_silent_ends_the_others(workshop, read_run, start, tmp_path):
+    """The first in one run, the second in another, side by side: each waits for 30 s."""
+    long = (*OFTEN, "--training.steps", 500)
+    runs = {silent: start(tmp_path / f"{silent}", 2, *long) for silent in (0, 1)}
+    for silent, processes in runs.items():
+        wait_for_step(read_run, processes, tmp_path / f"{silent}", 2)
+        processes[silent].send_signal(signal.SIGSTOP)
+    for silent, processes in runs.items():
+        try:
+            left = workshop.finish(processes[1 - silent])
+        finally:
+            processes[silent].kill()
+            processes[silent].communicate()
+        assert left.code == 1
+        assert last_line(left.err).startswith(GONE)
 
 
-@pytest.mark.parametrize(
-    ("options", "own", "said"),
-    [
-        (
-            (),
-            {1: ("--optimizer.learning_rate", 0.02)},
-            "optimizer.learning_rate is 0.01 in process 0 and 0.02 in ",
-        ),
-        pytest.param(
-            ("--training.batch_size", 5),
-            {},
-            "training.batch_size is 5; it must be a multiple of 2 device(s) times 1 part(s)",
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=["options", "batch"],
-)
-def test_processes_that_do_not_fit_together_are_refused(
-    workshop, start, tmp_path, options, own, said
-):
-    for each in [workshop.finish(each) for each in start(tmp_path / "run", 2, *options, own=own)]:
-        assert each.code == 2, each.err
-        assert last_line(each.err).startswith(f"error: {said}")
+def test_processes_with_different_options_are_refused(workshop, start, tmp_path):
+    started = start(tmp_path / "run", 2, own={1: ("--optimizer.learning_rate", 0.02)})
+    for done in [workshop.finish(process) for process in started]:
+        assert done.code == 2, done.err
+        problem = "optimizer.learning_rate is 0.01 in process 0 and 0.02 in "
+        assert last_line(done.err).startswith(f"error: {problem}")
     assert not list((tmp_path / "run").glob("*"))
 
 
@@ -194,12 +164,10 @@ def test_processes_that_do_not_fit_together_are_refused(
 def test_processes_with_different_folders_are_refused(small_run, workshop, start, tmp_path):
     """Also if one of them holds a run, which the others would not wait for."""
     processes = start(tmp_path / "run", 2, own={1: ("--run_dir", small_run.folder)})
-    for each in [workshop.finish(each) for each in processes]:
-        assert each.code == 2, each.err
-        assert re.match(
-            r"error: run_dir is .* in process 0 and .* in process 1: start every",
-            last_line(each.err),
-        )
+    for done in [workshop.finish(process) for process in processes]:
+        assert done.code == 2, done.err
+        problem = r"error: run_dir is .* in process 0 and .* in process 1: start every"
+        assert re.match(problem, last_line(done.err))
 
 
 @pytest.mark.slow
@@ -211,12 +179,10 @@ def test_what_a_cluster_says_of_itself_is_enough(workshop, read_run, tmp_path):
         "SLURM_JOB_ID": str(free_port()),
     }
     words = ("--distributed.coordinator", "auto", *OFTEN, "--training.steps", 2)
-    started = [
-        workshop.train(
-            tmp_path / "run", *words, **slurm, SLURM_PROCID=str(index), SLURM_LOCALID=str(index)
-        )
-        for index in range(2)
-    ]
+    started = []
+    for index in ("0", "1"):
+        own = slurm | {"SLURM_PROCID": index, "SLURM_LOCALID": index}
+        started.append(workshop.train(tmp_path / "run", *words, **own))
     done = [workshop.finish(each) for each in started]
     assert [each.code for each in done] == [0, 0], done[0].err
     assert "on 2 x CPU" in done[0].err
@@ -232,46 +198,35 @@ def test_auto_where_there_is_no_cluster(workshop, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("option", "value", "expected"),
     [
-        (
-            ("--distributed.coordinator", "10.0.0.1"),
-            "coordinator is 10.0.0.1; it must be HOST:PORT, auto or left out",
-        ),
-        (
-            ("--distributed.num_processes", "2"),
-            "num_processes is 2; it must be left out unless distributed.coordinator is",
-        ),
-        (("--distributed.process_id", "1"), "process_id is 1; it must be from 0 to 0"),
+        ("coordinator", "10.0.0.1", "HOST:PORT, auto or left out"),
+        ("num_processes", "2", "left out unless distributed.coordinator is"),
+        ("process_id", "1", "from 0 to 0"),
     ],
 )
-def test_what_cannot_be_meant(capsys, options, said):
-    assert cli.run("train", ["quickstart", *options]) == 2
-    assert capsys.readouterr().err.startswith(f"error: distributed.{said}")
+def test_what_cannot_be_meant(capsys, option, value, expected):
+    assert cli.run("train", ["quickstart", f"--distributed.{option}={value}"]) == 2
+    problem = f"error: distributed.{option} is {value}; it must be {expected}"
+    assert capsys.readouterr().err.startswith(problem)
 
 
-def refusal(capsys, workshop, run, coordinator, process, *options):
-    words = ["--config", workshop.yaml, "--run_dir", run, "--distributed.coordinator", coordinator]
-    words += [
-        "--distributed.num_processes",
-        2,
-        "--distributed.process_id",
-        process,
-        "--distributed.timeout_s",
-        1,
-    ]
-    assert cli.run("train", [*map(str, words), *options]) == 1
-    return capsys.readouterr().err
+@pytest.fixture
+def refusal(workshop, capsys, tmp_path):
+    """What one of two processes says that cannot meet the other."""
+
+    def run(coordinator, process_id):
+        options = [*meeting(2, process_id, coordinator), "--distributed.timeout_s=1"]
+        assert workshop.run(tmp_path / "run", *options) == 1
+        return capsys.readouterr().err
+
+    return run
 
 
-def test_a_coordinator_that_does_not_answer(workshop, capsys, tmp_path):
+def test_a_coordinator_that_does_not_answer(refusal):
     address = f"127.0.0.1:{free_port()}"
-    err = refusal(capsys, workshop, tmp_path / "run", address, 1)
-    told = (
-        f"the coordinator {address} has not answered for 1 s: start process 0 there: Connection "
-        f"refused"
-    )
-    assert err == f"error: {told}\n"
+    problem = f"the coordinator {address} has not answered for 1 s: start process 0 there"
+    assert refusal(address, 1) == f"error: {problem}: Connection refused\n"
 
 
 @pytest.mark.slow
@@ -279,40 +234,24 @@ def test_a_process_that_does_not_come(workshop, tmp_path):
     """The one that waits ends with a sentence that has its own limit, and no stack of the
     runtime's.
     """
-    meeting = (
-        "--distributed.coordinator",
-        f"127.0.0.1:{free_port()}",
-        "--distributed.num_processes",
-        2,
-    )
-    done = workshop.finish(
-        workshop.train(
-            tmp_path / "run", *meeting, "--distributed.process_id", 0, "--distributed.timeout_s", 1
-        )
-    )
+    options = (*meeting(2, 0, f"127.0.0.1:{free_port()}"), "--distributed.timeout_s=1")
+    done = workshop.finish(workshop.train(tmp_path / "run", *options))
     assert done.code == 1
-    told = (
-        "not all processes have connected within 1 s: read what each one printed, then start "
-        "all of them again"
-    )
-    assert done.err == f"error: {told}\n"
+    advice = "read what each one printed, then start all of them again"
+    assert done.err == f"error: not all processes have connected within 1 s: {advice}\n"
 
 
-def test_a_port_in_use(workshop, capsys, tmp_path):
+def test_a_port_in_use(refusal):
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
-        err = refusal(capsys, workshop, tmp_path / "run", f"127.0.0.1:{port}", 0)
-    assert err.startswith(
-        f"error: process 0 cannot listen on port {port}: give all processes another "
-        f"distributed.coordinator: "
-    )
+        err = refusal(f"127.0.0.1:{port}", 0)
+    advice = "give all processes another distributed.coordinator: "
+    assert err.startswith(f"error: process 0 cannot listen on port {port}: {advice}")
     assert "Address already in use" in err
 
 
-def test_a_second_process_with_the_same_id(workshop, capsys, tmp_path):
+def test_a_second_process_with_the_same_id(refusal, tmp_path):
     with file_lock(tmp_path / "run", 1):
-        err = refusal(capsys, workshop, tmp_path / "run", "127.0.0.1:9", 1)
-    assert re.fullmatch(
-        r"error: .*run is in use by process \d+ .* as process_id 1: wait for it, or choose .*\n",
-        err,
-    )
+        err = refusal("127.0.0.1:9", 1)
+    owner = r"process \d+ .* as process_id 1: wait for it, or choose .*"
+    assert re.fullmatch(rf"error: .*run is in use by {owner}\n", err)

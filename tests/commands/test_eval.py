@@ -18,11 +18,16 @@ from jllama.language_model import LanguageModel
 from jllama.tokenizers import BytesTokenizer
 from jllama.verify.checks import random_params
 
+pytestmark = pytest.mark.usefixtures("loads_once")
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog says: 'Füße!' 🙂\n"
 CONFIG = LlamaConfig(
     vocab_size=259, num_layers=1, embed_dim=32, num_heads=2, mlp_dim=64, max_seq_len=32
 )
 PARAMS = random_params(CONFIG, 0)
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +39,7 @@ def place(tmp_path_factory):
     jllama.save(LanguageModel(CONFIG, params), folder / "bare", "hf")
     (folder / "text.txt").write_text(TEXT)
     documents = [{"text": TEXT, "other": "a"}, {"text": "second", "other": "bc"}]
-    (folder / "documents.jsonl").write_text(
-        "".join(json.dumps(document) + "\n" for document in documents)
-    )
+    write_rows(folder / "documents.jsonl", documents)
     (folder / "empty.txt").write_text("")
     (folder / "latin.txt").write_bytes("café".encode("latin-1"))
     (folder / "bad.jsonl").write_text('{"text": "a"}\nnot json\n')
@@ -45,22 +48,14 @@ def place(tmp_path_factory):
 
 @pytest.fixture
 def measure(place, capsys):
-    def run(data="text.txt", *arguments):
-        given = [
-            str(place / "model"),
-            "--data",
-            str(place / data),
-            "--json",
-            "--batch_size",
-            "2",
-            *map(str, arguments),
-        ]
-        assert cli.run("eval", given) == 0
+    def run(data="text.txt", *arguments, model=place / "model", loaded=""):
+        words = [model, "--data", place / data, "--json", "--batch_size", "2", *arguments]
+        assert cli.run("eval", [*map(str, words)]) == 0
         printed = capsys.readouterr()
-        assert printed.err == f"{place / 'model'}\n"
-        found = json.loads(printed.out)
-        assert found.pop("tokens_per_s") > 0
-        return found
+        assert printed.err == f"{model}{loaded}\n"
+        result = json.loads(printed.out)
+        assert result.pop("tokens_per_s") > 0
+        return result
 
     return run
 
@@ -72,167 +67,96 @@ def test_the_numbers_are_the_oracles(measure):
     for start, first, end in ((0, 1, 33), (16, 33, 49), (32, 49, 65), (46, 65, 79)):
         row = ids[start:end]
         logits = oracle.forward(PARAMS, row[None, :-1], CONFIG)[0]
-        nats += oracle.cross_entropy(
-            logits, row[1:], np.arange(start + 1, start + len(row)) >= first
-        )[0]
-    found = measure()
+        is_new = np.arange(start + 1, start + len(row)) >= first
+        nats += oracle.cross_entropy(logits, row[1:], is_new)[0]
+    result = measure()
     tokens = len(ids) - 1
     assert tokens == len(TEXT.encode()) == 78
-    assert (found["tokens"], found["bytes"], found["window"], found["stride"]) == (
-        tokens,
-        tokens,
-        32,
-        16,
-    )
-    assert found["loss"] == pytest.approx(nats / tokens, rel=1e-5)
-    assert found["perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-4)
-    assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / tokens, rel=1e-5)
+    sizes = [result[name] for name in ("tokens", "bytes", "window", "stride")]
+    assert sizes == [tokens, tokens, 32, 16]
+    assert result["loss"] == pytest.approx(nats / tokens, rel=1e-5)
+    assert result["perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-4)
+    assert result["bits_per_byte"] == pytest.approx(nats / math.log(2) / tokens, rel=1e-5)
 
 
 def test_every_option_changes_something(measure):
     plain = measure()
-    changes = (
-        ("--window", 20),
-        ("--stride", 5),
-        ("--max_tokens", 30),
-        ("--dtype", "bfloat16"),
-        ("--quantize", "int8"),
-    )
-    for change in changes:
-        assert (found := measure("text.txt", *change)) != plain, change
-    assert found["loss"] == pytest.approx(plain["loss"], rel=0.01)
-    assert measure("text.txt", "--max_tokens", 30)["tokens"] == 30
+    for name, value in (("window", 20), ("stride", 5), ("dtype", "bfloat16"), ("quantize", "int8")):
+        result = measure("text.txt", f"--{name}", value)
+        assert result != plain, name
+    assert result["loss"] == pytest.approx(plain["loss"], rel=0.01)
+    part = measure("text.txt", "--max_tokens", 30)
+    assert (part["tokens"], part["loss"] != plain["loss"]) == (30, True)
     assert measure("text.txt", "--batch_size", 1)["loss"] == pytest.approx(plain["loss"], rel=1e-6)
-    assert measure("documents.jsonl")["tokens"] == 78 + 6
     assert measure("documents.jsonl", "--text_field", "other")["tokens"] == 3
 
 
 def test_documents_are_scored_each_by_itself(measure):
     whole, part = measure("documents.jsonl"), measure()
-    last = measure("documents.jsonl", "--max_tokens", 78)
-    assert last == part
+    assert whole["tokens"] == 78 + 6
+    assert measure("documents.jsonl", "--max_tokens", 78) == part
     assert whole["loss"] != part["loss"]
 
 
-def test_a_step_of_a_run(small_run, place, capsys):
-    found = []
-    for step in (15, 20):
-        arguments = [
-            str(small_run.folder),
-            "--data",
-            str(place / "text.txt"),
-            "--json",
-            "--batch_size",
-            "2",
-        ]
-        arguments += ["--step", str(step)]
-        assert cli.run("eval", arguments) == 0
-        printed = capsys.readouterr()
-        assert printed.err == f"{small_run.folder}, step {step}\n"
-        found.append(json.loads(printed.out)["loss"])
-    assert found[0] != found[1]
+def test_a_step_of_a_run(small_run, measure):
+    run = small_run.folder
+    losses = [
+        measure("text.txt", "--step", step, model=run, loaded=f", step {step}")["loss"]
+        for step in (15, 20)
+    ]
+    assert losses[0] != losses[1]
 
 
 def test_the_table(place, capsys):
-    assert (
-        cli.run(
-            "eval", [str(place / "model"), "--data", str(place / "text.txt"), "--batch_size", "2"]
-        )
-        == 0
-    )
+    words = [place / "model", "--data", place / "text.txt", "--batch_size", "2"]
+    assert cli.run("eval", [*map(str, words)]) == 0
     lines = dict(line.split() for line in capsys.readouterr().out.splitlines())
-    names = [
-        "tokens",
-        "bytes",
-        "loss",
-        "perplexity",
-        "bits_per_byte",
-        "window",
-        "stride",
-        "tokens_per_s",
-    ]
-    assert list(lines) == names
+    names = "tokens bytes loss perplexity bits_per_byte window stride tokens_per_s"
+    assert [*lines] == names.split()
     assert lines["tokens"] == "78"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (
-            "model --data missing.txt",
-            1,
-            "there is no file at --data missing.txt: give a text file, or a .jsonl file",
-        ),
-        ("model --data .", 1, "there is no file at --data .: give a text file"),
-        ("model --data empty.txt", 1, "the texts have no tokens to score"),
-        ("model --data latin.txt", 1, "left out: byte 0xE9 at offset 3 is not UTF-8 text"),
-        ("model --data bad.jsonl", 1, "bad.jsonl line 2 is not a JSON object: "),
-        ("model --data documents.jsonl --text_field body", 1, "line 1 has no field 'body'"),
-        (
-            "bare --data text.txt",
-            1,
-            "bare has no tokenizer: put the one it was trained with beside its weights",
-        ),
-        ("nowhere --data text.txt", 1, "there is no checkpoint at nowhere"),
-        (
-            "model",
-            2,
-            "give --data FILE, to measure how well a text is predicted, or --tasks of lm-eval's",
-        ),
-        ("model --data text.txt --tasks arc_easy", 2, "give --data FILE, to measure"),
-        (
-            "model --data text.txt --window 33",
-            2,
-            "window is 33; it must be between 1 and the model's context of 32",
-        ),
-        (
-            "model --data text.txt --window 8 --stride 9",
-            2,
-            "stride is 9; it must be between 1 and the window of 8",
-        ),
-        ("model --data text.txt --stride -1", 2, "stride is -1; it must be 0 or more"),
-        ("model --data text.txt --batch_size 0", 2, "batch_size is 0; it must be at least 1"),
-        (
-            "model --data text.txt --step 3",
-            2,
-            "is not a training run, so it has no step 3: leave out the step",
-        ),
-        ("model --data text.txt --limit 3", 2, "--limit is for --tasks alone: leave it out"),
-        (
-            "model --data text.txt --num_fewshot 0",
-            2,
-            "--num_fewshot is for --tasks alone: leave it out",
-        ),
-        ("model --tasks arc_easy --stride 3", 2, "--stride is for --data alone: leave it out"),
-        (
-            "model --tasks arc_easy --text_field body",
-            2,
-            "--text_field is for --data alone: leave it out",
-        ),
-        (
-            "--data text.txt",
-            2,
-            "checkpoint is missing; usage: python -m jllama eval CHECKPOINT [options]",
-        ),
-    ],
-)
-def test_mistakes_are_one_sentence(place, monkeypatch, capsys, arguments, code, said):
+MISTAKES = """
+1 model --data missing.txt -> there is no file at --data missing.txt: give a text file, or a .jsonl
+1 model --data . -> there is no file at --data .: give a text file
+1 model --data empty.txt -> the texts have no tokens to score
+1 model --data latin.txt -> left out: byte 0xE9 at offset 3 is not UTF-8 text
+1 model --data bad.jsonl -> bad.jsonl line 2 is not a JSON object
+1 model --data documents.jsonl --text_field body -> line 1 has no field 'body'
+1 bare --data text.txt -> bare has no tokenizer: put the one it was trained with beside its weights
+1 nowhere --data text.txt -> there is no checkpoint at nowhere
+2 model -> give --data FILE, to measure how well a text is predicted, or --tasks of lm-eval's
+2 model --data text.txt --tasks arc_easy -> give --data FILE, to measure
+2 model --data text.txt --window 33 -> it must be between 1 and the model's context of 32
+2 model --data text.txt --window 8 --stride 9 -> it must be between 1 and the window of 8
+2 model --data text.txt --stride -1 -> stride is -1; it must be 0 or more
+2 model --data text.txt --batch_size 0 -> batch_size is 0; it must be at least 1
+2 model --data text.txt --step 3 -> is not a training run, so it has no step 3: leave out the step
+2 model --data text.txt --limit 3 -> --limit is for --tasks alone: leave it out
+2 model --data text.txt --num_fewshot 0 -> --num_fewshot is for --tasks alone: leave it out
+2 model --tasks arc_easy --stride 3 -> --stride is for --data alone: leave it out
+2 model --tasks arc_easy --text_field body -> --text_field is for --data alone: leave it out
+2 --data text.txt -> checkpoint is missing; usage: python -m jllama eval CHECKPOINT [options]
+"""
+
+
+@pytest.mark.parametrize("line", MISTAKES.strip().splitlines())
+def test_mistakes_are_one_sentence(place, monkeypatch, capsys, line):
     monkeypatch.chdir(place)
-    assert cli.run("eval", arguments.split()) == code
+    words, message = line.split(" -> ")
+    code, *arguments = words.split()
+    assert cli.run("eval", arguments) == int(code)
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err.rpartition("error: ")[2].count("\n") == 1
-    assert said in printed.err.rpartition("error: ")[2]
+    last = printed.err.rpartition("error: ")[2]
+    assert last.count("\n") == 1
+    assert message in last
 
 
+QUESTION = "How many questions fit into a window of 32 tokens?"
 CHATS = [
-    {
-        "messages": [
-            {"role": "user", "content": "Who?"},
-            {"role": "assistant", "content": "The keeper."},
-        ]
-    },
-    {"prompt": "How many questions fit into a window of 32 tokens?", "completion": "Füße! " * 12},
+    {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}]},
+    {"prompt": QUESTION, "completion": "Füße! " * 12},
 ]
 
 
@@ -241,22 +165,21 @@ def chats(place):
     """A file of chats, and what of them the oracle makes: log-probabilities of the answers, window
     by window.
     """
-    (place / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in CHATS))
+    write_rows(place / "chats.jsonl", CHATS)
     (place / "template.jinja").write_text(
         "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
     nats, tokens, tokenizer = 0.0, 0, BytesTokenizer()
-    for question, answer in (("Who?", "The keeper."), (CHATS[1]["prompt"], CHATS[1]["completion"])):
+    for question, answer in (("Who?", "Me."), (QUESTION, CHATS[1]["completion"])):
         text, end = f"user: {question}\nassistant: {answer}\n".encode(), len(answer.encode())
         ids = np.array(tokenizer.encode(text.decode()))
         is_answer = np.zeros(len(ids), bool)
         is_answer[len(ids) - 1 - end : len(ids) - 1] = True
         for start, stop, count in sliding_windows(len(ids), 32, 16):
             logits = oracle.forward(PARAMS, ids[None, start : stop - 1], CONFIG)[0]
-            mask = is_answer[start + 1 : stop] & (
-                np.arange(stop - start - 1) >= stop - start - 1 - count
-            )
+            is_new = np.arange(stop - start - 1) >= stop - start - 1 - count
+            mask = is_answer[start + 1 : stop] & is_new
             nats += oracle.cross_entropy(logits, ids[start + 1 : stop], mask)[0]
         tokens += int(is_answer.sum())
     return nats, tokens
@@ -267,13 +190,12 @@ def test_the_answers_of_chats_are_scored(place, measure, chats):
     context.
     """
     nats, tokens = chats
-    found = measure("chats.jsonl", "--chat_template", place / "template.jinja")
-    assert (found["tokens"], found["bytes"]) == (tokens, tokens)
-    assert found["loss"] == pytest.approx(nats / tokens, rel=1e-5)
-    first = measure(
-        "chats.jsonl", "--chat_template", place / "template.jinja", "--max_tokens", "11"
-    )
-    assert (first["tokens"], first["bytes"]) == (11, 11)  # all of the first answer
+    arguments = ("chats.jsonl", "--chat_template", place / "template.jinja")
+    result = measure(*arguments)
+    assert (result["tokens"], result["bytes"]) == (tokens, tokens)
+    assert result["loss"] == pytest.approx(nats / tokens, rel=1e-5)
+    first = measure(*arguments, "--max_tokens", 3)
+    assert (first["tokens"], first["bytes"]) == (3, 3)  # all of the first answer
 
 
 def test_what_cannot_be_scored_of_chats_is_one_sentence(place, chats, capsys):

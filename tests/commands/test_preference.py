@@ -18,10 +18,7 @@ from jllama.language_model import LanguageModel
 from jllama.templates.messages import TEMPLATES
 from jllama.tokenizers import BytesTokenizer
 
-RECORDS = [
-    {"prompt": f"Question {number}?", "chosen": "yes, yes", "rejected": "no"}
-    for number in range(12)
-]
+QUESTIONS = [f"Question {number}?" for number in range(12)]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +30,10 @@ def run(tmp_path_factory):
     tokenizer = trained_smollm(["user assistant Question yes no"], FILE.vocab_size - 1)
     model = LanguageModel(FILE, weights(FILE), tokenizer, TEMPLATES["chatml"], (2,))
     save(model, folder / "model", "hf")
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    with (folder / "pairs.jsonl").open("w") as file:
+        for question in QUESTIONS:
+            pair = {"prompt": question, "chosen": "yes, yes", "rejected": "no"}
+            file.write(json.dumps(pair) + "\n")
     options = {
         "init_from": folder / "model",
         "run_dir": folder / "run",
@@ -54,8 +54,14 @@ def lines_of(run, name="metrics.jsonl"):
 
 
 def test_accuracy_margin_and_rewards_are_logged(run):
-    """At each step and each evaluation; before the first update both rewards are 0."""
+    """At each step and each evaluation; before the first update both rewards are 0.
+
+    DPO's loss of one pair is ``log(1 + exp(-margin))``; of several it is above that of their mean
+    margin.
+    """
     steps = [line for line in lines_of(run) if "loss" in line]
+    for line in steps:
+        assert line["loss"] >= np.log1p(np.exp(-line["figures"]["margin"])) - 1e-6
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
     evaluations = [
         line["validation_figures"] for line in lines_of(run) if "validation_loss" in line
@@ -71,24 +77,14 @@ def test_accuracy_margin_and_rewards_are_logged(run):
     assert lines_of(run)[-1]["final"]["validation_figures"] == evaluations[-1]
 
 
-def test_the_loss_is_that_of_the_rewards(run):
-    """DPO's loss of one pair is ``log(1 + exp(-margin))``; of several it is above that of their
-    mean margin.
-    """
-    for line in lines_of(run):
-        if "figures" in line:
-            assert line["loss"] >= np.log1p(np.exp(-line["figures"]["margin"])) - 1e-6
-
-
 def test_the_sample_is_an_answer_to_a_question_that_is_held_out(run):
     """Through the template, up to the header of the answer, and as many tokens as the context has
     room for.
     """
     (sample,) = lines_of(run, "samples.jsonl")
-    asked = [record["prompt"] for record in RECORDS]
-    assert sample["prompt"] in [
-        f"user\n{question}\nassistant\n" for question in asked
-    ]  # special tokens are no text
+    # Special tokens are no text.
+    prompts = [f"user\n{question}\nassistant\n" for question in QUESTIONS]
+    assert sample["prompt"] in prompts
     assert sample["text"]
     settings = yaml.safe_load((run / "run" / "config.yaml").read_text())
     assert settings["training"]["sample_tokens"] == FILE.max_seq_len - 1  # the usual 128 give way

@@ -2,6 +2,7 @@
 served.
 """
 
+import dataclasses
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from helpers import run_command
 from helpers_adapters import adapter_params, make_run
 from models import SERVED, served, weights
 
@@ -35,11 +37,8 @@ def place(tmp_path_factory):
     """A base and a run that trained an adapter."""
     folder = tmp_path_factory.mktemp("served")
     model = served()
-    save(
-        jllama.LanguageModel(SERVED, weights(SERVED), model.tokenizer, model.chat_template),
-        folder / "base",
-        "hf",
-    )
+    base = dataclasses.replace(model, params=weights(SERVED))
+    save(base, folder / "base", "hf")
     save(jllama.LanguageModel(SERVED, weights(SERVED)), folder / "mute", "hf")
     lora = LoraConfig(rank=3, alpha=8.0)
     fingerprint = base_fingerprint(open_checkpoint(folder / "base"))
@@ -98,26 +97,17 @@ def test_a_server_from_start_to_stop(serve, http, tmp_path, capsys):
     template = tmp_path / "own.jinja"
     template.write_text("Own:" + TEMPLATES["chatml"])
     options = ("--default.top_k=9", "--chat_template", template)
-    process, url, lines = serve(
-        "base", "--adapter", "tuned=run", "--adapter", "again=run", *options
-    )
+    adapters = ("--adapter", "tuned=run", "--adapter", "again=run")
+    process, url, lines = serve("base", *adapters, *options)
     assert http.get(url).status_code == 200  # the page is there at once
     assert wait_until_ready(http, url) <= {503}
-    assert [each["id"] for each in http.get(f"{url}/v1/models").json()["data"]] == [
-        "base",
-        "tuned",
-        "again",
-    ]
-    given = {
-        "messages": [{"role": "user", "content": "hi"}],
-        "max_tokens": 8,
-        "seed": 1,
-        "receipt": True,
-    }
+    ids = [model["id"] for model in http.get(f"{url}/v1/models").json()["data"]]
+    assert ids == ["base", "tuned", "again"]
+    messages = [{"role": "user", "content": "hi"}]
+    given = {"messages": messages, "max_tokens": 8, "seed": 1, "receipt": True}
     for name in ("base", "again"):
-        shown = http.post(
-            f"{url}/apply-template", json={"model": name, "messages": given["messages"]}
-        ).json()
+        body = {"model": name, "messages": messages}
+        shown = http.post(f"{url}/apply-template", json=body).json()
         assert shown["prompt"].startswith("Own:"), name
     answers = {
         name: http.post(f"{url}/v1/chat/completions", json=given | {"model": name}).json()
@@ -172,66 +162,46 @@ def test_a_server_stopped_while_it_loads(serve):
     assert "Traceback" not in "".join(lines)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        ("nowhere", 1, "there is no checkpoint at nowhere"),
-        ("mute", 1, "mute has no tokenizer"),
-        ("base --adapter run", 2, "adapter is 'run'; it must be NAME=PATH"),
-        (
-            "base --adapter a=run --adapter a=run",
-            2,
-            "adapter is 'a=run'; it must be NAME=PATH, with a name of its own",
-        ),
-        (
-            "base --adapter base=run",
-            2,
-            "adapter is 'base=run'; it must be NAME=PATH, with a name of its own",
-        ),
-        ("base --adapter a=nowhere", 1, "nowhere"),
-        ("base --chat_template nowhere", 1, "the template 'nowhere' cannot be read"),
-        ("base --port 70000", 2, "port is 70000; it must be between 0 and 65,535"),
-        ("base --host nowhere.invalid", 1, "cannot listen on port"),
-        ("base --slots 0", 2, "slots is 0; it must be at least 1"),
-        ("base --max_body_bytes 0", 2, "max_body_bytes is 0; it must be over 0"),
-        ("base --drain_s nan", 2, "drain_s is 'nan'; it must be a finite number"),
-        ("base --default.top_p 0", 2, "top_p is 0.0; it must be over 0 and at most 1"),
-        (
-            "base --default.temprature 1",
-            2,
-            "there is no option default.temprature; did you mean default.temperature?",
-        ),
-        (
-            "base --default.banned_ids [999]",
-            2,
-            "the banned_ids have token 999; the ids run from 0 to 258",
-        ),
-        (
-            "base --api_key_file nowhere",
-            1,
-            "the api_key_file nowhere cannot be read: No such file or directory",
-        ),
-        ("base --api_key_file empty", 1, "the api_key_file empty has no keys"),
-        ("base --mesh.data 2", 2, "there is no option mesh.data"),
-    ],
-)
-def test_what_cannot_be_served(arguments, code, said, place, capsys, monkeypatch):
-    monkeypatch.chdir(place)
+MISTAKES = """
+1 nowhere -> there is no checkpoint at nowhere
+1 mute -> mute has no tokenizer
+2 base --adapter run -> adapter is 'run'; it must be NAME=PATH
+2 base --adapter a=run --adapter a=run -> adapter is 'a=run'; it must be NAME=PATH, with a name of
+2 base --adapter base=run -> adapter is 'base=run'; it must be NAME=PATH, with a name of its own
+1 base --adapter a=nowhere -> nowhere
+1 base --chat_template nowhere -> the template 'nowhere' cannot be read
+2 base --port 70000 -> port is 70000; it must be between 0 and 65,535
+1 base --host nowhere.invalid -> cannot listen on port
+2 base --slots 0 -> slots is 0; it must be at least 1
+2 base --max_body_bytes 0 -> max_body_bytes is 0; it must be over 0
+2 base --drain_s nan -> drain_s is 'nan'; it must be a finite number
+2 base --default.top_p 0 -> top_p is 0.0; it must be over 0 and at most 1
+2 base --default.temprature 1 -> no option default.temprature; did you mean default.temperature?
+2 base --default.banned_ids [999] -> the banned_ids have token 999; the ids run from 0 to 258
+1 base --api_key_file nowhere -> api_key_file nowhere cannot be read: No such file or directory
+1 base --api_key_file empty -> the api_key_file empty has no keys
+2 base --mesh.data 2 -> there is no option mesh.data
+"""
+
+
+@pytest.mark.parametrize("line", MISTAKES.strip().splitlines())
+def test_what_cannot_be_served(line, place, loads_once):
+    words, problem = line.split(" -> ")
+    code, *arguments = words.split()
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    assert cli.run("serve", ["--port=0", *arguments.split()]) == code
-    last = capsys.readouterr().err.splitlines()[-1]
+    done = run_command("serve", "--port=0", *arguments, place=place)
+    assert done.code == int(code)
+    last = done.err.splitlines()[-1]
     assert last.startswith("error: ")
-    assert said in last
+    assert problem in last
     for number, handler in zip((signal.SIGTERM, signal.SIGINT), before, strict=True):
         signal.signal(number, handler)
 
 
-def test_a_port_that_is_taken(place, capsys, monkeypatch):
-    monkeypatch.chdir(place)
+def test_a_port_that_is_taken(place, loads_once):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        assert cli.run("serve", ["base", "--port", str(port)]) == 1
-    assert (
-        f"cannot listen on port {port} of 127.0.0.1, choose others: Address already in use"
-        in capsys.readouterr().err
-    )
+        done = run_command("serve", "base", "--port", port, place=place)
+    assert done.code == 1
+    problem = f"cannot listen on port {port} of 127.0.0.1, choose others: Address already in use"
+    assert problem in done.err
