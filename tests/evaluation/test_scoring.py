@@ -65,10 +65,6 @@ def test_perplexity_of_a_text():
     assert jllama.perplexity(MODEL, "The dog") == pytest.approx(
         math.exp(-log_probs.mean()), rel=1e-5
     )
-    with pytest.raises(
-        UsageError, match="window is 49; it must be between 1 and the model's context of 48"
-    ):
-        jllama.perplexity(MODEL, text, window=49)
 
 
 # Rows
@@ -123,11 +119,7 @@ def test_logits_of_a_large_vocabulary_take_256_mib_at_a_time():
 @pytest.mark.parametrize(
     ("rows", "counts", "message"),
     [
-        (
-            [[1] * 50],
-            None,
-            "a row has 50 tokens to be predicted from 49, over the model's context of 48",
-        ),
+        ([[1] * 50], None, "a row has 50 tokens to be predicted from 49, over .* context of 48"),
         ([[1, 2]], [2], "2 tokens of a row of 2 are to be scored; there are 1"),
         ([[1, 280]], None, "tokens holds the id 280; this model's are 0 to 279"),
         ([[-1, 2]], None, "tokens holds the id -1; this model's are 0 to 279"),
@@ -210,12 +202,7 @@ def test_bytes_are_those_of_the_text_whatever_the_tokenizer():
     ("text", "changes", "error", "message"),
     [
         ("", {}, JllamaError, "the texts have no tokens to score"),
-        (
-            "a",
-            {"window": 49},
-            UsageError,
-            "window is 49; it must be between 1 and the model's context of 48",
-        ),
+        ("a", {"window": 49}, UsageError, "window is 49; it must be .* model's context of 48"),
         ("a", {"window": 0}, UsageError, "window is 0"),
         ("a", {"stride": 9}, UsageError, "stride is 9; it must be between 1 and the window of 8"),
         ("a", {"stride": 0}, UsageError, "stride is 0"),

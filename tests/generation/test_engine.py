@@ -102,8 +102,8 @@ def seeded(count=MATES):
     return [SamplingParams(seed=seed) for seed in range(count)]
 
 
-def prompt_of(ids, sampling=GREEDY, new=None, stop_ids=(), **fields):
-    return Prompt(ids, sampling, new, stop_ids=tuple(stop_ids), **fields)
+def prompt_of(ids, sampling=GREEDY, new=None, stop_ids=()):
+    return Prompt(ids, sampling, new, stop_ids=tuple(stop_ids))
 
 
 def run(engine):
@@ -234,6 +234,7 @@ def test_tokens_are_those_that_the_settings_leave_of_the_oracles_logits(prompts,
                 scores[token] -= values.frequency_penalty
             for token in set(row[:step]):
                 scores[token] -= values.presence_penalty
+            assert scores[row[step]] > -np.inf
             rank = int(np.sum(scores > scores[row[step]]))
             if values.temperature == 0:
                 assert rank == 0
@@ -306,11 +307,7 @@ def test_up_to_the_end_of_the_context(lengths, draft_len):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        (
-            "max_new_tokens",
-            199,
-            "prompt's 2 tokens and 199 new ones exceed .* 200: .* at most 198$",
-        ),
+        ("max_new_tokens", 199, "prompt's 2 tokens and 199 new ones exceed .* 200: .* most 198$"),
         ("max_new_tokens", -1, "max_new_tokens is -1; it must not be negative"),
         ("content", [1] * CONTEXT, "exceed the context of 200: shorten the prompt$"),
         ("content", [], "a prompt has no tokens"),
@@ -560,17 +557,6 @@ def test_a_row_with_settings_of_its_own_joins_others_that_have_none(first_tokens
     assert before == after
 
 
-def test_settings_that_nothing_applies_are_refused_at_the_door():
-    engine = Engine(MODEL, 1)
-    with pytest.raises(
-        UsageError, match="nothing applies first_tokens of FirstTokens: register a function"
-    ):
-        engine.submit(Request(prompt_of([1], FirstTokens())))
-    assert not engine.busy
-    ids = answer_of(engine, prompt_of(PROMPTS[0], GREEDY, 5)).completion.ids
-    assert ids == likeliest(PROMPTS[0], ids)
-
-
 def test_a_row_may_have_more_stop_ids_than_there_is_room_for_and_the_others_keep_theirs():
     free = generated(PROMPTS, seeded(), 35)
     few = [max(free[0], key=free[0].index)]  # which comes late
@@ -736,7 +722,7 @@ def test_drafts_of_three_tokens_are_right_as_often_as_they_must():
     """The tokens are equally likely, whatever came before."""
     three = tuple(range(3, VOCAB))
     prompts = [
-        prompt_of([0, 1, 2], SamplingParams(seed=seed, banned_ids=three), 130) for seed in range(50)
+        prompt_of([0, 1, 2], SamplingParams(seed=seed, banned_ids=three), 130) for seed in range(30)
     ]
     engine = Engine(LanguageModel(CONFIG, UNIFORM), MATES, draft_len=3)
     _, answers = answers_of(engine, prompts)
@@ -760,20 +746,18 @@ def test_a_text_that_repeats_itself_takes_fewer_steps(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("fields", "options", "message"),
+    ("draft_len", "fields", "options", "message"),
     [
-        (
-            {"grammar": Grammar("regex", "a")},
-            {},
-            "speculate guesses several tokens, and a grammar allows one after the other",
-        ),
-        ({}, {"top": 2}, "speculate guesses tokens, and of those the likeliest others are not"),
+        (0, {"sampling": FirstTokens()}, {}, "nothing applies first_tokens of FirstTokens: regis"),
+        (3, {"grammar": Grammar("regex", "a")}, {}, "guesses several tokens, and a grammar allows"),
+        (3, {}, {"top": 2}, "speculate guesses tokens, and of those the likeliest others are not"),
     ],
 )
-def test_with_drafts_neither_grammars_nor_the_likeliest_tokens_are_served(fields, options, message):
-    engine = Engine(MODEL, 1, draft_len=3)
+def test_what_an_engine_cannot_do_is_refused_at_the_door(draft_len, fields, options, message):
+    engine = Engine(MODEL, 1, draft_len=draft_len)
+    prompt = dataclasses.replace(prompt_of([1], GREEDY, 3), **fields)
     with pytest.raises(UsageError, match=message):
-        engine.submit(Request(prompt_of([1], GREEDY, 3, **fields), **options))
+        engine.submit(Request(prompt, **options))
     assert not engine.busy
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import logging
 import types
+from unittest import mock
 
 import jax
 import pytest
@@ -264,7 +265,7 @@ def test_settings_by_their_names():
 
 
 def test_after_warming_up_nothing_compiles(monkeypatch, caplog):
-    """Neither while the cache grows, nor for drafts and prompts of many chunks that begin alike."""
+    """Neither for texts of any length, nor for drafts and prompts of chunks that begin alike."""
     config = dataclasses.replace(CONFIG, max_seq_len=256)  # a cache of 128 and one of 256
     model = dataclasses.replace(MODEL, config=config)
 
@@ -288,9 +289,7 @@ def test_after_warming_up_nothing_compiles(monkeypatch, caplog):
         prompts = [[7] * 40, [8] * 38, [*[7] * 20, *[5] * 16], [3] * 12]
         generate(model, prompts, SAMPLING[2], max_new_tokens=60, batch_size=2, speculate=1)
         assert compilations() == []
-    with pytest.raises(
-        UsageError, match="the prompt's 250 tokens and 20 new ones exceed the context of 256"
-    ):
+    with pytest.raises(UsageError, match="250 tokens and 20 new ones exceed the context of 256"):
         warm_up(model, [16, 250], max_new_tokens=20)
 
 
@@ -353,7 +352,6 @@ def test_a_stop_string_ends_its_row_alone(where, free):
 def test_no_new_tokens_are_no_text():
     for result in generate(MODEL, PROMPTS, max_new_tokens=0):
         assert result == Completion("", [], "length", [], prompt_tokens=result.prompt_tokens)
-        assert result.new_tokens == 0
     assert streamed(PROMPTS[0], max_new_tokens=0) == ""
 
 
@@ -381,18 +379,11 @@ def test_a_chat_is_the_answer_to_what_was_said():
     assert other.text == generate(model, "a", **fields)[0].text
 
 
-def test_there_are_no_more_rows_than_texts(monkeypatch):
+def test_there_are_no_more_rows_than_texts():
     """Each row takes time, also one that nobody has."""
-    numbers = []
-    zeros = engines._zeros
-
-    def record(config, rows, *others):
-        numbers.append(rows)
-        return zeros(config, rows, *others)
-
-    monkeypatch.setattr(engines, "_zeros", record)
-    generate(MODEL, PROMPTS, max_new_tokens=1, batch_size=8)
-    assert max(numbers) == len(PROMPTS)
+    with mock.patch.object(engines, "_zeros", wraps=engines._zeros) as zeros:
+        generate(MODEL, PROMPTS, max_new_tokens=1, batch_size=8)
+    assert max(call.args[1] for call in zeros.call_args_list) == len(PROMPTS)
 
 
 @pytest.mark.parametrize(
@@ -405,11 +396,7 @@ def test_there_are_no_more_rows_than_texts(monkeypatch):
         ("a", {"x": 1}, "there is no setting x; there are temperature, .*, stop_ids$"),
         ("a", {"temperature": -1}, "temperature is -1"),
         ([1] * 64, {}, "exceed the context of 64: shorten the prompt$"),
-        (
-            Prompt("a"),
-            {"temperature": 0.0},
-            "a Prompt brings its own settings, and others are given beside it",
-        ),
+        (Prompt("a"), {"seed": 1}, "a Prompt brings its own settings, and others are given beside"),
     ],
 )
 def test_what_cannot_be_done_is_refused(prompt, fields, message):

@@ -195,7 +195,6 @@ def test_failures_are_sentences_and_the_next_call_works(scorer_of):
     source = f"def score(prompt, answers, row):\n    print('a note')\n{branches}    return [1, 2]"
     scorer = scorer_of(source, limit_s=0.3)
     for name, (_, message) in FAILURES.items():
-        start_s = time.monotonic()
         with pytest.raises(RewardError, match=message) as caught:
             score(scorer, does=name)
         text = str(caught.value)
@@ -203,7 +202,6 @@ def test_failures_are_sentences_and_the_next_call_works(scorer_of):
             assert "mine.py:score" in text, name
             assert "prompts.jsonl line 1" in text, name
         assert "\n" not in text, name
-        assert time.monotonic() - start_s < 30, name
         assert score(scorer, does="its work").total.tolist() == [[1, 2]], name
 
 
