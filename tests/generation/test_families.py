@@ -24,10 +24,8 @@ PROMPTS = [np.random.default_rng(0).integers(0, 96, length).tolist() for length 
 
 def config_of(name):
     """The family's model with two layers, one of each kind: decoding compiles each layer."""
-    config = dataclasses.replace(FAMILIES[name], num_layers=2)
-    if name == ALL:
-        config = dataclasses.replace(config, full_attention_layers=(1,), no_rope_layers=(0,))
-    return config
+    kinds = {"full_attention_layers": (1,), "no_rope_layers": (0,)} if name == ALL else {}
+    return dataclasses.replace(FAMILIES[name], num_layers=2, **kinds)
 
 
 def weights_of(config):

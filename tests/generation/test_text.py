@@ -43,9 +43,9 @@ ids = st.lists(st.integers(0, 2) | st.integers(3, 258) | st.integers(0, 339), ma
 whole_texts = texts.map(lambda text: text.replace("\ufffd", ""))
 
 CONFIG = dataclasses.replace(SMALL, vocab_size=340, num_layers=1)
-PARAMS = jax.jit(decode_layout, static_argnums=1)(random_params(CONFIG, 0), CONFIG)
 # Committed to a device, as loaded weights are.
-MODEL = LanguageModel(CONFIG, jax.device_put(PARAMS, jax.devices()[0]), BPE)
+TRAINING = jax.device_put(random_params(CONFIG, 0), jax.devices()[0])
+MODEL = LanguageModel(CONFIG, jax.jit(decode_layout, static_argnums=1)(TRAINING, CONFIG), BPE)
 PROMPTS = ["the cat", "", "世界 🙂"]
 SAMPLING = [
     SamplingParams(0.0),
@@ -353,6 +353,11 @@ def test_no_new_tokens_are_no_text():
     for result in generate(MODEL, PROMPTS, max_new_tokens=0):
         assert result == Completion("", [], "length", [], prompt_tokens=result.prompt_tokens)
     assert streamed(PROMPTS[0], max_new_tokens=0) == ""
+
+
+def test_either_layout_of_the_weights_is_taken():
+    training, fields = LanguageModel(CONFIG, TRAINING, BPE), {"max_new_tokens": 3}
+    assert generate(training, "the cat", **fields) == generate(MODEL, "the cat", **fields)
 
 
 def test_a_chat_is_the_answer_to_what_was_said():
