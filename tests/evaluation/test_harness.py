@@ -5,11 +5,13 @@ Marked ``lm_eval``, as it takes 480 MB of packages (accelerate is for lm-eval's 
 alone): ``pip install -e '.[eval]' accelerate``, then ``python -m pytest -m lm_eval``.
 """
 
+import dataclasses
 import json
 import os
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import yaml
 
@@ -26,10 +28,10 @@ from lm_eval.api.instance import Instance
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from models import SMALL
 
 import jllama
 from jllama.commands import cli
-from jllama.config import LlamaConfig
 from jllama.errors import JllamaError, UsageError
 from jllama.evaluation import harness
 from jllama.evaluation.harness import JllamaLM, evaluate_tasks, generation_arguments, task_manager
@@ -98,16 +100,7 @@ TOKENIZERS = {
 def model(request):
     tokenizer = TOKENIZERS[request.param]
     assert tokenizer.add_bos is (request.param == "with BOS")
-    config = LlamaConfig(
-        vocab_size=310,
-        num_layers=2,
-        embed_dim=64,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=32,
-        mlp_dim=96,
-        max_seq_len=64,
-    )
+    config = dataclasses.replace(SMALL, vocab_size=310)
     params = random_params(config, 0)
     # Never the likeliest: single bytes, of which runs that are no text decode differently in
     # pieces; and ids that the tokenizer does not have, which transformers does draw.
@@ -166,21 +159,15 @@ def instances(kind, *arguments):
 def assert_equal_results(actual, reference):
     assert len(numbers(actual)) == 6
     assert numbers(actual) == pytest.approx(numbers(reference), rel=1e-4)
-    assert (
-        numbers(actual)["local_choices", "acc,none"]
-        == numbers(reference)["local_choices", "acc,none"]
-    )
-    for one, other in zip(
-        responses(actual, "local_choices"), responses(reference, "local_choices"), strict=True
-    ):
-        assert [log_prob for log_prob, _ in one] == pytest.approx(
-            [log_prob for log_prob, _ in other], abs=1e-4
-        )
-        assert [greedy for _, greedy in one] == [greedy for _, greedy in other]
-    for one, other in zip(
-        responses(actual, "local_texts"), responses(reference, "local_texts"), strict=True
-    ):
-        assert one == pytest.approx(other, rel=1e-6, abs=1e-4)
+    accuracy = "local_choices", "acc,none"
+    assert numbers(actual)[accuracy] == numbers(reference)[accuracy]
+    choices = [responses(result, "local_choices") for result in (actual, reference)]
+    for one, other in zip(*choices, strict=True):
+        for (log_prob, is_greedy), (expected, expected_is_greedy) in zip(one, other, strict=True):
+            assert log_prob == pytest.approx(expected, abs=1e-4)
+            assert is_greedy == expected_is_greedy
+    log_probs = [np.array(responses(result, "local_texts")) for result in (actual, reference)]
+    assert log_probs[0] == pytest.approx(log_probs[1], rel=1e-6, abs=1e-4)
     assert responses(actual, "local_answers") == responses(reference, "local_answers")
 
 
@@ -190,15 +177,13 @@ def test_numbers_are_those_of_the_hugging_face_model(model, peer, tasks, fewshot
     reference = simple(peer, tasks, num_fewshot=fewshot)
     assert_equal_results(actual, reference)
     assert len({text for (text,) in responses(actual, "local_answers")}) > 2
-
-
-def test_numbers_of_chats_are_too(model, peer, tasks):
-    actual, reference = (
-        simple(lm, tasks, num_fewshot=1, apply_chat_template=True) for lm in (JllamaLM(model), peer)
-    )
-    assert_equal_results(actual, reference)
-    plain = simple(JllamaLM(model), tasks, num_fewshot=1)
-    assert responses(actual, "local_choices") != responses(plain, "local_choices")
+    if fewshot:
+        chats, reference = (
+            simple(lm, tasks, num_fewshot=1, apply_chat_template=True)
+            for lm in (JllamaLM(model), peer)
+        )
+        assert_equal_results(chats, reference)
+        assert responses(chats, "local_choices") != responses(actual, "local_choices")
 
 
 def test_chats_are_rendered_as_transformers_does(model, peer):
@@ -230,17 +215,11 @@ def test_until_and_the_number_of_tokens_are_honored(model, peer):
         {"max_gen_toks": 30},
         {"until": "t", "max_gen_toks": 30},
         {"until": ["zzz", "e"], "max_new_tokens": 30},
-        {
-            "until": ["<|im_end|>", "</s>"],
-            "max_gen_toks": 7,
-            "do_sample": False,
-            "temperature": 0.7,
-        },
+        {"until": ["<|im_end|>", "</s>"], "max_gen_toks": 7, "do_sample": False},
         {"max_gen_toks": 0},
     ]
-    requests = instances(
-        "generate_until", *((sentence, a) for a in arguments for sentence in SENTENCES)
-    )
+    pairs = [(sentence, options) for options in arguments for sentence in SENTENCES]
+    requests = instances("generate_until", *pairs)
     actual = JllamaLM(model).generate_until(requests)
     for start in range(0, len(requests) - 3, 3):  # transformers refuses to make no token
         assert actual[start : start + 3] == peer.generate_until(requests[start : start + 3])
@@ -254,11 +233,12 @@ def test_until_may_name_a_special_token(model, monkeypatch):
         harness, "completions", lambda _, prompts, batch_size: seen.extend(prompts) or ()
     )
     name = next(text for text, id in model.tokenizer.special_tokens.items() if id == 0)
-    arguments = [{"until": until, "max_gen_toks": 9} for until in (name, ["x"])]
-    JllamaLM(model).generate_until(
-        instances("generate_until", *(("a", item) for item in arguments))
-    )
+    pairs = [("a", {"until": until, "max_gen_toks": 9}) for until in (name, ["x"])]
+    JllamaLM(model).generate_until(instances("generate_until", *pairs))
     assert [list(prompt.stop_ids) for prompt in seen] == [[0, 2], [2]]
+
+
+OTHERS = {"temperature": 0.5, "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.1, "seed": 4}
 
 
 def test_sampling_is_honored(model):
@@ -278,35 +258,24 @@ def test_sampling_is_honored(model):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    ("arguments", "stops", "max_new_tokens", "fields"),
     [
-        ({}, ([], 256, SamplingParams(temperature=0.0))),
-        ({"until": "a"}, (["a"], 256, SamplingParams(temperature=0.0))),
-        ({"do_sample": True}, ([], 256, SamplingParams())),
+        ({}, [], 256, {"temperature": 0.0}),
+        ({"until": "a"}, ["a"], 256, {"temperature": 0.0}),
+        ({"do_sample": True}, [], 256, {}),
         (
             {"do_sample": False, "temperature": 1, "top_p": 0.9},
-            ([], 256, SamplingParams(temperature=0.0, top_p=0.9)),
+            [],
+            256,
+            {"temperature": 0.0, "top_p": 0.9},
         ),
-        (
-            {"temperature": 1, "num_beams": 1, "max_tokens": 3},
-            ([], 3, SamplingParams(temperature=1.0)),
-        ),
-        (
-            {"temperature": 0, "max_gen_toks": 4, "max_tokens": 3},
-            ([], 4, SamplingParams(temperature=0.0)),
-        ),
-        (
-            {"temperature": 0.5, "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.1, "seed": 4},
-            (
-                [],
-                256,
-                SamplingParams(temperature=0.5, top_k=3, min_p=0.1, repetition_penalty=1.1, seed=4),
-            ),
-        ),
+        ({"temperature": 1, "num_beams": 1, "max_tokens": 3}, [], 3, {"temperature": 1.0}),
+        ({"temperature": 0, "max_gen_toks": 4, "max_tokens": 3}, [], 4, {"temperature": 0.0}),
+        (OTHERS, [], 256, OTHERS),
     ],
 )
-def test_generation_arguments(arguments, expected):
-    assert generation_arguments(arguments) == expected
+def test_generation_arguments(arguments, stops, max_new_tokens, fields):
+    assert generation_arguments(arguments) == (stops, max_new_tokens, SamplingParams(**fields))
 
 
 @pytest.mark.parametrize(
@@ -367,6 +336,10 @@ def test_a_shorter_window_cuts_as_the_hugging_face_model_does(model, peer):
 # The command
 
 
+def run_eval(*words):
+    return cli.run("eval", [str(word) for word in words])
+
+
 @pytest.fixture
 def checkpoint(model, tmp_path):
     jllama.save(model, tmp_path / "model", "hf")
@@ -374,27 +347,19 @@ def checkpoint(model, tmp_path):
 
 
 def test_the_command(checkpoint, model, tasks, capsys):
-    arguments = [
-        str(checkpoint),
-        "--tasks",
-        "local_choices,local_texts",
-        "--include_path",
-        str(tasks),
-    ]
-    assert cli.run("eval", [*arguments, "--json"]) == 0
+    arguments = [checkpoint, "--tasks", "local_choices,local_texts", "--include_path", tasks]
+    assert run_eval(*arguments, "--json") == 0
     result = json.loads(capsys.readouterr().out)
     names = ["local_choices", "local_texts"]
     expected = evaluate_tasks(JllamaLM(model), names, task_manager(names, str(tasks)))["results"]
     for task in expected:
         assert result[task].keys() == expected[task].keys()
         for name, value in expected[task].items():
-            assert result[task][name] == (
-                pytest.approx(value, rel=1e-3) if isinstance(value, float) else value
-            )
-    assert (
-        cli.run("eval", [*arguments, "--limit", "2", "--num_fewshot", "1", "--apply_chat_template"])
-        == 0
-    )
+            if isinstance(value, float):
+                value = pytest.approx(value, rel=1e-3)
+            assert result[task][name] == value
+    changes = ["--limit", "2", "--num_fewshot", "1", "--apply_chat_template"]
+    assert run_eval(*arguments, *changes) == 0
     assert "|local_choices|" in capsys.readouterr().out
 
 
@@ -406,37 +371,14 @@ def test_each_option_reaches_lm_eval(checkpoint, tasks, monkeypatch):
         return {"results": {}}
 
     monkeypatch.setattr(harness, "simple_evaluate", record)
-    arguments = [
-        str(checkpoint),
-        "--tasks",
-        "local_choices, local_texts",
-        "--include_path",
-        str(tasks),
-        "--json",
-    ]
-    names = ("tasks", "limit", "num_fewshot", "apply_chat_template", "batch_size", "max_length")
-    assert cli.run("eval", arguments) == 0
-    assert [seen[name] for name in names] == [
-        ["local_choices", "local_texts"],
-        None,
-        None,
-        False,
-        8,
-        64,
-    ]
-    changes = [
-        "--limit",
-        "1",
-        "--num_fewshot",
-        "0",
-        "--apply_chat_template",
-        "--batch_size",
-        "2",
-        "--window",
-        "24",
-    ]
-    assert cli.run("eval", arguments + changes) == 0
-    assert [seen[name] for name in names[1:]] == [1, 0, True, 2, 24]
+    arguments = [checkpoint, "--tasks", "local_choices, local_texts", "--include_path", tasks]
+    names = ("limit", "num_fewshot", "apply_chat_template", "batch_size", "max_length")
+    assert run_eval(*arguments, "--json") == 0
+    assert seen["tasks"] == ["local_choices", "local_texts"]
+    assert [seen[name] for name in names] == [None, None, False, 8, 64]
+    changes = "--limit 1 --num_fewshot 0 --apply_chat_template --batch_size 2 --window 24"
+    assert run_eval(*arguments, "--json", *changes.split()) == 0
+    assert [seen[name] for name in names] == [1, 0, True, 2, 24]
 
 
 def test_tasks_that_are_not_there(tmp_path):

@@ -132,10 +132,10 @@ def scorer_of(tmp_path):
     """Make scorers of functions' source, and close them."""
     scorers = []
 
-    def make(source, others=None, **options):
+    def make(source, **options):
         path = tmp_path / "mine.py"
         path.write_text(source)
-        scorers.append(Scorer({f"{path}:score": 1.0, **(others or {})}, **options))
+        scorers.append(Scorer({f"{path}:score": 1.0}, **options))
         return scorers[-1]
 
     yield make
@@ -143,25 +143,33 @@ def scorer_of(tmp_path):
         scorer.close()
 
 
-def test_parts_have_weights(scorer_of):
-    scorer = scorer_of(
-        "def score(prompt, answers, row):\n    return [len(a) + row['bonus'] for a in answers]",
-        {"exact": 2.0},
-    )
+def lengths_and_bonus(prompt, answers, row):
+    return [len(answer) + row["bonus"] for answer in answers]
+
+
+def test_parts_have_weights_and_functions_are_called_here():
+    scorer = Scorer({"mine": 1.0, "exact": 2.0}, functions={"mine": lengths_and_bonus})
     total, parts, _ = score(scorer, bonus=0.5, answer="bb", prompts=3)
-    mine, exact = parts.values()
-    assert mine.tolist() == [[1.5, 2.5]] * 3
-    assert exact.tolist() == [[0, 1]] * 3
+    assert parts["mine"].tolist() == [[1.5, 2.5]] * 3
+    assert parts["exact"].tolist() == [[0, 1]] * 3
     assert total.tolist() == [[1.5, 4.5]] * 3
-
-
-def test_functions_are_called_here():
-    scorer = Scorer(
-        {"mine": 1.0, "exact": 0.5},
-        functions={"mine": lambda prompt, answers, row: [len(answer) for answer in answers]},
-    )
-    assert score(scorer, answer="a").total.tolist() == [[1.5, 2.0]]
     assert jllama.Scorer is Scorer
+
+
+def lengths_or_none(prompt, answers, row):
+    if row["does"] == "raise":
+        raise ValueError("no idea")
+    return [None if answer == "bb" else len(answer) for answer in answers]
+
+
+def test_what_has_no_score_is_left_out():
+    """An answer by None, a prompt's answers by an error; the others keep theirs."""
+    scorer = Scorer({"mine": 1.0, "length:9": 1.0}, functions={"mine": lengths_or_none})
+    rows = [{"does": "raise"}, {"does": "score"}]
+    scores = scorer.score(["?"] * 2, [["a", "bb"]] * 2, rows, ["line 1", "line 2"])
+    np.testing.assert_equal(scores.total, [[np.nan, np.nan], [1, np.nan]])
+    (problem,) = scores.problems
+    assert "failed for line 1: ValueError: no idea" in problem
 
 
 FAILURES = {
@@ -175,8 +183,6 @@ FAILURES = {
     "a dictionary": ("return {'a': 1, 'b': 2}", "it returned a dict, where a list of a number"),
     "no scores": ("return [None, None]", "the rewards gave no answer a score"),
     "dies": ("import os; os._exit(3)", r"its process ended \(exit code 3\)"),
-    "exits": ("import sys; sys.exit(1)", "its process ended"),
-    "hangs": ("import time; time.sleep(60)", "it took over 0.3 s"),
     "spins": ("while True: pass", "it took over 0.3 s"),
 }
 
@@ -189,7 +195,6 @@ def test_failures_are_sentences_and_the_next_call_works(scorer_of):
     source = f"def score(prompt, answers, row):\n    print('a note')\n{branches}    return [1, 2]"
     scorer = scorer_of(source, limit_s=0.3)
     for name, (_, message) in FAILURES.items():
-        start_s = time.monotonic()
         with pytest.raises(RewardError, match=message) as caught:
             score(scorer, does=name)
         text = str(caught.value)
@@ -197,16 +202,15 @@ def test_failures_are_sentences_and_the_next_call_works(scorer_of):
             assert "mine.py:score" in text, name
             assert "prompts.jsonl line 1" in text, name
         assert "\n" not in text, name
-        assert time.monotonic() - start_s < 30, name
         assert score(scorer, does="its work").total.tolist() == [[1, 2]], name
 
 
 def test_a_pattern_that_takes_forever_ends():
     scorer = Scorer({"regex:(a|aa)+$": 1.0}, limit_s=0.5)
     try:
+        assert score(scorer, ["aaa"]).total.tolist() == [[1.0]]
         with pytest.raises(RewardError, match="took over"):
             score(scorer, ["a" * 200 + "b"])
-        assert score(scorer, ["aaa"]).total.tolist() == [[1.0]]
     finally:
         scorer.close()
 
@@ -215,9 +219,7 @@ def test_a_pattern_that_takes_forever_ends():
     ("source", "message"),
     [
         ("def score(:", "SyntaxError"),
-        ("raise OSError('not today')", "OSError: not today"),
         ("def other(): pass", "score"),
-        ("import no_such_module", "no_such_module"),
         ("import os; os._exit(1)", "its process ended"),
     ],
 )
@@ -232,28 +234,11 @@ def test_processes_change_no_score(scorer_of, tmp_path):
     (tmp_path / "beside.py").write_text("ONE = 1")
     source = "import beside\ndef score(prompt, answers, row):\n"
     source += "    return [row['number'] + beside.ONE, 1]"
+    scorer = scorer_of(source, num_processes=2)
     rows = [{"number": number} for number in range(8)]
-    for num_processes in (1, 2):
-        scorer = scorer_of(source, num_processes=num_processes)
-        for _ in range(2):
-            found = scorer.score(["?"] * 8, [["a", "b"]] * 8, rows, ["line"] * 8)
-            assert found.total.tolist() == [[number + 1.0, 1.0] for number in range(8)]
-
-
-def test_what_has_no_score_is_left_out(scorer_of):
-    """An answer by None, a prompt's answers by an error; the others keep theirs."""
-    source = """
-def score(prompt, answers, row):
-    if row["does"] == "raise":
-        raise ValueError("no idea")
-    return [None if answer == "bb" else len(answer) for answer in answers]
-"""
-    scorer = scorer_of(source, {"length:9": 1.0})
-    rows = [{"does": "raise"}, {"does": "score"}]
-    scores = scorer.score(["?"] * 2, [["a", "bb"]] * 2, rows, ["line 1", "line 2"])
-    np.testing.assert_equal(scores.total, [[np.nan, np.nan], [1, np.nan]])
-    (problem,) = scores.problems
-    assert "failed for line 1: ValueError: no idea" in problem
+    for _ in range(2):
+        found = scorer.score(["?"] * 8, [["a", "b"]] * 8, rows, ["line"] * 8)
+        assert found.total.tolist() == [[number + 1.0, 1.0] for number in range(8)]
 
 
 def test_a_reward_that_forks_shifts_no_score(scorer_of):
@@ -274,18 +259,14 @@ def test_an_answer_to_no_request_is_refused(scorer_of):
         score(scorer_of(source))
 
 
-@pytest.mark.parametrize("spec", ["regex:a+", "mine.py:score"])
-def test_modules_of_the_current_folder_are_not_run(tmp_path, monkeypatch, spec):
+def test_modules_of_the_current_folder_are_not_run(scorer_of, tmp_path, monkeypatch):
     folder = tmp_path / "current"
     folder.mkdir()
     for name in ("json", "shlex", "typing", "jllama", "re"):
         (folder / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    path = tmp_path / "mine.py"
-    path.write_text("def score(prompt, answers, row):\n    return [1.0, 0.0]")
     monkeypatch.chdir(folder)
-    scorer = Scorer({spec.replace("mine.py", str(path)): 1.0})
+    scorer = scorer_of("def score(prompt, answers, row):\n    return [1.0, 0.0]")
     assert score(scorer).total.tolist() == [[1.0, 0.0]]
-    scorer.close()
     assert not (tmp_path / "ran").exists()
 
 
@@ -325,12 +306,11 @@ def test_what_a_reward_started_ends_with_its_limit(scorer_of, tmp_path, monkeypa
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_rewards_end_with_their_parent(tmp_path, number):
     """Although they hang, and long before their limit."""
     (tmp_path / "mine.py").write_text(HANGS)
-    program = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # nohup ignores it
-    program += "from jllama.rewards import Scorer\n"
+    program = "from jllama.rewards import Scorer\n"
     program += "Scorer({'mine.py:score': 1.0}).score(['?'], [['a']], [{}], ['line 1'])"
     parent = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, stderr=subprocess.PIPE)
     deadline_s = time.monotonic() + 60
