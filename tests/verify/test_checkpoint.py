@@ -3,14 +3,12 @@
 import dataclasses
 import hashlib
 import json
-import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from jllama import oracle
 from jllama.checkpoints import tensors
@@ -90,16 +88,14 @@ def whole(folder):
 
 
 @pytest.fixture
-def damaged(folder, tmp_path):
-    """The report of a copy whose tensors a function changes, by their names in the file."""
+def damaged(model, tmp_path):
+    """The report of a copy whose parameters a function changes."""
 
-    def verify(change, **options):
-        copy = tmp_path / "copy"
-        shutil.copytree(folder, copy)
-        weights = load_file(copy / "model.safetensors")
-        change(weights)
-        save_file(weights, copy / "model.safetensors", {"format": "pt"})
-        return verify_checkpoint(copy, **options)
+    def verify(change):
+        params = jax.tree.map(np.copy, model.params)
+        change(params)
+        save(dataclasses.replace(model, params=params), tmp_path / "hf", "hf")
+        return verify_checkpoint(tmp_path / "hf")
 
     return verify
 
@@ -225,10 +221,10 @@ def test_each_tensor_is_read_once_in_order_and_a_tied_head_at_the_end_again(tied
 
 
 def test_numbers_that_are_not_finite_are_counted_and_spoil_nothing_else(damaged, whole):
-    def change(weights):
-        weights["model.layers.1.mlp.up_proj.weight"][3:6, 7] = np.nan
-        weights["model.layers.1.mlp.up_proj.weight"][0, 0] = -np.inf
-        weights["model.embed_tokens.weight"][399, 5] = np.inf
+    def change(params):
+        params["layers"]["w_up"][1, 7, 3:6] = np.nan
+        params["layers"]["w_up"][1, 0, 0] = -np.inf
+        params["embed"][399, 5] = np.inf
 
     result = damaged(change)
     (problem,) = result.problems
@@ -240,10 +236,9 @@ def test_numbers_that_are_not_finite_are_counted_and_spoil_nothing_else(damaged,
 
 
 def test_a_layer_of_zeros_is_named(damaged):
-    def change(weights):
-        for name, tensor in weights.items():
-            if name.startswith("model.layers.2."):
-                tensor[:] = 0
+    def change(params):
+        for stack in params["layers"].values():
+            stack[2] = 0
 
     zeros = damaged(change).problems[0]
     assert "nothing but zeros" in zeros
@@ -252,10 +247,9 @@ def test_a_layer_of_zeros_is_named(damaged):
 
 
 def test_swapped_layers_show_in_the_perplexity_which_is_reported_and_not_judged(damaged, whole):
-    def change(weights):
-        for name in [name for name in weights if name.startswith("model.layers.0.")]:
-            other = name.replace("layers.0", "layers.3")
-            weights[name], weights[other] = weights[other], weights[name]
+    def change(params):
+        for stack in params["layers"].values():
+            stack[[0, 3]] = stack[[3, 0]]
 
     result = damaged(change)
     assert result.passed
@@ -291,19 +285,17 @@ def test_the_figures_are_sums_over_the_text(folder, whole):
 
 
 def test_an_absurd_loss_is_the_largest_perplexity(damaged):
-    def change(weights):
-        weights["lm_head.weight"] *= -1e6
+    def change(params):
+        params["lm_head"] *= -1e6
 
     result = damaged(change)
     assert 1e300 < result.perplexity < np.inf
     assert np.isfinite(result.bits_per_byte)
 
 
-def test_too_few_rows_for_the_tokenizer(folder, tmp_path):
-    model = load(folder, layout="training")
+def test_too_few_rows_for_the_tokenizer(model, tmp_path):
     config = dataclasses.replace(CONFIG, vocab_size=300)
-    fewer = {"embed": model.params["embed"][:300], "lm_head": model.params["lm_head"][:, :300]}
-    few = dataclasses.replace(model, config=config, params=model.params | fewer)
+    few = dataclasses.replace(model, config=config, params=random_params(config, 0))
     save(few, tmp_path / "hf", "hf")
     with pytest.raises(JllamaError, match="400 tokens but the embedding has 300 rows"):
         verify_checkpoint(tmp_path / "hf")

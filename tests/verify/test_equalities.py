@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from jllama import functional as F
 from jllama.decode_params import DecodeParams
-from jllama.errors import JllamaError
 from jllama.verify.checks import TOLERANCE, VISIBLE, random_params, run_checks
 from jllama.verify.conformance import compile_implementation, compiled_jllama, implementation_of
 from jllama.verify.equalities import (
@@ -152,11 +151,13 @@ def test_a_registered_implementation_has_its_rows(monkeypatch):
     }
 
 
-def test_fewer_than_eight_devices_are_named():
-    message = "JAX has 1 CPU devices; sharding needs 8: set JAX_NUM_CPU_DEVICES=8"
-    for name in SHARDED:
-        with pytest.raises(JllamaError, match=message):
-            ROWS[name].compute()
+def test_fewer_than_eight_devices_are_a_failure_with_a_name():
+    """A check that raises has no error, and does not pass."""
+    for check in run_checks(ROWS[name] for name in SHARDED):
+        assert np.isnan(check.error)
+        assert not check.passed
+        expected = "JAX has 1 CPU devices; sharding needs 8: set JAX_NUM_CPU_DEVICES=8"
+        assert check.problem == expected
 
 
 # Wrong code
