@@ -2,6 +2,7 @@
 
 import math
 import re
+import types
 
 import jax
 import pytest
@@ -11,36 +12,26 @@ from jllama.devices import ACCELERATORS, peak_flops
 from jllama.errors import UsageError
 from jllama.plan import devices, receipt
 
-
-class Package:
-    def __init__(self, name, version):
-        self.name, self.version = name, version
+TPU, GPU = r"libtpu [\d.]+\*", r"jax-cuda13-plugin [\d.]+"
 
 
 @pytest.mark.parametrize(
     ("topology", "installed", "message"),
     [
-        ("v5e:4x4", [], r"needs libtpu [\d.]+\*, found none: pip install 'jllama\[plan-tpu\]'"),
-        (
-            "v5e:4x4",
-            [Package("libtpu", "0.0.1")],
-            r"needs libtpu [\d.]+\*, found libtpu 0.0.1: pip install",
-        ),
-        ("h100:8", [], r"needs jax-cuda13-plugin [\d.]+, found none: pip install 'jllama\[cuda\]'"),
-        (
-            "h100:8",
-            [Package("jax-cuda12-plugin", "0.4.1")],
-            r"needs jax-cuda13-plugin [\d.]+, found jax-cuda12-plugin 0.4.1",
-        ),
+        ("v5e:4x4", "", f"needs {TPU}, found none: pip install 'jllama\\[plan-tpu\\]'"),
+        ("v5e:4x4", "libtpu 0.0.1", f"needs {TPU}, found libtpu 0.0.1: pip install"),
+        ("h100:8", "", f"needs {GPU}, found none: pip install 'jllama\\[cuda\\]'"),
+        ("h100:8", "jax-cuda12-plugin 0.4.1", f"needs {GPU}, found jax-cuda12-plugin 0.4.1"),
     ],
 )
 def test_without_the_right_compiler_it_is_named(topology, installed, message, monkeypatch):
     """And in a process that has devices already, no others can take their place."""
     jax.devices()
-    monkeypatch.setattr(devices.importlib.metadata, "distributions", lambda: installed)
-    with pytest.raises(
-        UsageError, match=f"^planning for [TG]PUs with jax {jax.__version__} {message}"
-    ):
+    name, _, version = installed.partition(" ")
+    packages = [types.SimpleNamespace(name=name, version=version)]
+    monkeypatch.setattr(devices.importlib.metadata, "distributions", lambda: packages)
+    message = f"^planning for [TG]PUs with jax {jax.__version__} {message}"
+    with pytest.raises(UsageError, match=message):
         devices.topology_devices.__wrapped__(topology)
 
 

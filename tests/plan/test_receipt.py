@@ -104,6 +104,8 @@ def test_what_does_not_fit_says_what_fills_the_memory_and_what_would_help(planne
         "--training.reduce_dtype bfloat16, half of the gradients",
         "--optimizer.moment_dtype bfloat16, half of the moments",
     ]
+    # What is needed before the first step counts, too.
+    assert not dataclasses.replace(planned, starting_bytes=2**31).fits
     tiny = receipt.plan_training(CONFIG, "cpu:100000")
     assert tiny.advice[-1].startswith("at least ")
     assert "devices: parameters, moments and gradients alone take" in tiny.advice[-1]

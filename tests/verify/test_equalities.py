@@ -283,9 +283,8 @@ def with_dense(change):
     """Attention under a mask that is changed."""
 
     def attention(query, key, value, mask):
-        return F.grouped_query_attention(
-            query, key, value, change(mask.dense(query.shape[2], key.shape[2]))
-        )
+        seen = mask.dense(query.shape[2], key.shape[2])
+        return F.grouped_query_attention(query, key, value, change(seen))
 
     return attention
 
@@ -295,34 +294,22 @@ def blind_queries_are_nan(query, key, value, mask):
     return F.attention(query, key, value, mask) + jnp.where(blind, jnp.nan, 0)[:, None, :, None]
 
 
-MASKS = {
-    "causal",
-    "packed documents",
-    "sliding window",
-    "packed documents in a window",
-    "after other tokens",
-    "ragged lengths",
+MASKS = {*attention_masks()}
+WRONG_ATTENTION = {
+    "grouped in turn": (grouped_in_turn, MASKS),
+    "unscaled": (unscaled, MASKS),
+    "mask ignored": (with_dense(jnp.ones_like), MASKS),
+    "blind queries see all": (
+        with_dense(lambda seen: seen | ~seen.any(axis=-1, keepdims=True)),
+        {"ragged lengths"},
+    ),
+    "blind queries are NaN": (blind_queries_are_nan, {"ragged lengths"}),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mistake", "masks"),
-    [
-        (grouped_in_turn, MASKS),
-        (unscaled, MASKS),
-        (with_dense(jnp.ones_like), MASKS),
-        (with_dense(lambda seen: seen | ~seen.any(axis=-1, keepdims=True)), {"ragged lengths"}),
-        (blind_queries_are_nan, {"ragged lengths"}),
-    ],
-    ids=[
-        "grouped in turn",
-        "unscaled",
-        "mask ignored",
-        "blind queries see all",
-        "blind queries are NaN",
-    ],
-)
-def test_wrong_attention_is_seen(mistake, masks):
-    errors = {kind: attention_error(mistake, *arrays) for kind, arrays in attention_masks().items()}
+@pytest.mark.parametrize("mistake", WRONG_ATTENTION)
+def test_wrong_attention_is_seen(mistake):
+    wrong, masks = WRONG_ATTENTION[mistake]
+    errors = {kind: attention_error(wrong, *arrays) for kind, arrays in attention_masks().items()}
     assert {kind for kind, error in errors.items() if not error < VISIBLE * TOLERANCE} == masks
