@@ -22,7 +22,7 @@ def float32(array):
     return np.float32(array) if is_wide else array
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames="theta")
 def jax_rope(x, positions, theta):
     frequencies = theta ** (-np.arange(x.shape[-1] // 2) * 2 / x.shape[-1])
     return F.apply_rope(x, *F.rope_tables(positions[None], frequencies))
