@@ -8,9 +8,20 @@ import re
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
+from helpers import copies_of_state
 
+from jllama.commands.cli import parse
+from jllama.config import MeshConfig
+from jllama.data.batches import Batch
+from jllama.functional import ATTENTION, Mask, attention
+from jllama.plan.devices import topology_devices
 from jllama.plan.program import ATTENTION_KERNELS
+from jllama.sharding import make_mesh
+from jllama.training.config import TrainConfig
+from jllama.training.step import compile_training
 
 TOKAMAX = importlib.util.find_spec("tokamax") is not None  # which Python 3.11 has none of
 ON = {"tpu": "v5e:2x2", "gpu": "h100:4"}
@@ -148,10 +159,6 @@ def test_a_search_is_as_fast_as_what_it_could_have_taken():
 
 @pytest.mark.plan_tpu
 def test_topologies_and_meshes_on_them():
-    from jllama.config import MeshConfig
-    from jllama.plan.devices import topology_devices
-    from jllama.sharding import make_mesh
-
     for topology, count in {"v4:2x2x1": 4, "v5e:1x1": 1, "v5p:4x4x4": 64, "v6e:4x4": 16}.items():
         assert len(topology_devices(topology)[1]) == count
     parts_of_sides = MeshConfig(data=2, fsdp=-1, tensor=2)
@@ -165,12 +172,6 @@ def test_topologies_and_meshes_on_them():
 
 def attention_programs(platform):
     """Compile attention for one device of a platform."""
-    import jax
-    import jax.numpy as jnp
-
-    from jllama.functional import ATTENTION, Mask, attention
-    from jllama.plan.devices import topology_devices
-
     device, result = topology_devices(ON[platform])[1][0], {}
     sharding = jax.sharding.SingleDeviceSharding(device)
     names = [name for name, row in ATTENTION.items() if row.platform == platform and row.backward]
@@ -202,18 +203,16 @@ def attention_programs(platform):
     return result
 
 
+def abstract_batch(training, rows):
+    ids, counted = (
+        jax.ShapeDtypeStruct((rows, SEQ + 1), dtype, sharding=training.batch_sharding)
+        for dtype in (jnp.int32, bool)
+    )
+    return Batch(ids, ids, counted)
+
+
 def open_scatters(platform):
     """Compile training steps; return the scatters whose order of additions is open."""
-    import jax
-    import jax.numpy as jnp
-
-    from jllama.commands.cli import parse
-    from jllama.data.batches import Batch
-    from jllama.plan.devices import topology_devices
-    from jllama.sharding import make_mesh
-    from jllama.training.config import TrainConfig
-    from jllama.training.step import compile_training
-
     result = {}
     devices = topology_devices("h100:4")[1]
     for words in (
@@ -230,12 +229,10 @@ def open_scatters(platform):
         training = compile_training(config, mesh)
         is_pair = config.training.objective == "preference"
         rows = config.training.batch_size * (2 if is_pair else 1)
-        ids = jax.ShapeDtypeStruct((rows, SEQ + 1), jnp.int32, sharding=training.batch_sharding)
-        counted = jax.ShapeDtypeStruct(ids.shape, bool, sharding=training.batch_sharding)
-        reference = None
+        batch = abstract_batch(training, rows)
         if is_pair:
             reference = jax.ShapeDtypeStruct((rows,), jnp.float32, sharding=training.batch_sharding)
-        batch = Batch(ids, ids, counted, reference)
+            batch = batch._replace(reference=reference)
         lowered = training.step.lower(jax.eval_shape(training.init, jax.random.key(0)), batch)
         scatters = re.findall(r".* (?:select-and-)?scatter\(.*", lowered.compile().as_text())
         result[words] = [line.strip() for line in scatters if "unique_indices=true" not in line]
@@ -244,11 +241,6 @@ def open_scatters(platform):
 
 def plain_look_up(platform):
     """Compile the gradient of a table's rows as JAX makes it."""
-    import jax
-    import jax.numpy as jnp
-
-    from jllama.plan.devices import topology_devices
-
     where = jax.sharding.SingleDeviceSharding(topology_devices(ON[platform])[1][0])
     table = jax.ShapeDtypeStruct((4096, 512), jnp.bfloat16, sharding=where)
     tokens = jax.ShapeDtypeStruct((2, SEQ), jnp.int32, sharding=where)
@@ -258,22 +250,9 @@ def plain_look_up(platform):
 
 def step_copies(platform):
     """Compile a training step for the devices of a platform: what it copies of the state."""
-    import jax
-    import jax.numpy as jnp
-    from helpers import copies_of_state
-
-    from jllama.commands.cli import parse
-    from jllama.data.batches import Batch
-    from jllama.plan.devices import topology_devices
-    from jllama.sharding import make_mesh
-    from jllama.training.config import TrainConfig
-    from jllama.training.step import compile_training
-
     config = parse(TrainConfig, TINY.replace("--json", "").split(), "", ("config",))
     training = compile_training(config, make_mesh(config.mesh, topology_devices(ON[platform])[1]))
-    shape = config.training.batch_size, SEQ + 1
-    ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=training.batch_sharding)
-    batch = Batch(ids, ids, jax.ShapeDtypeStruct(shape, bool, sharding=training.batch_sharding))
+    batch = abstract_batch(training, config.training.batch_size)
     return copies_of_state(training.step, jax.eval_shape(training.init, jax.random.key(0)), batch)
 
 
