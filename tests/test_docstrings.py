@@ -18,6 +18,7 @@ import pytest
 from helpers_adapters import adapter_params, make_run
 
 import jllama
+from jllama.config import LoraConfig
 from jllama.tokenizers import BytesTokenizer
 
 WITHOUT_EXAMPLE = """
@@ -65,7 +66,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("examples")
     config = save_model(folder)
     (folder / "runs").mkdir()
-    lora = jllama.LoraConfig(rank=2)
+    lora = LoraConfig(rank=2)
     make_run(folder / "runs" / "mine", "smollm2/", config, lora, adapter_params(config, lora))
     (folder / "my_texts").mkdir()
     for number in range(40):

@@ -84,7 +84,10 @@ def folder(model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(folder):
-    return verify_checkpoint(folder)
+    stages = []
+    report = verify_checkpoint(folder, on_stage=stages.append)
+    assert stages == ["opening", "embedding", *(f"layer {n} of 4" for n in (1, 2, 3, 4)), "head"]
+    return report
 
 
 @pytest.fixture
@@ -133,12 +136,6 @@ def test_a_wider_dtype_keeps_the_fingerprint_and_a_narrower_one_does_not(whole, 
     narrow, wide = (verify_checkpoint(tmp_path / name) for name in ("narrow", "wide"))
     assert narrow.fingerprint == wide.fingerprint != whole.fingerprint
     assert narrow.passed
-
-
-def test_progress_is_told_layer_by_layer(folder):
-    stages = []
-    verify_checkpoint(folder, on_stage=stages.append)
-    assert stages == ["opening", "embedding", *(f"layer {n} of 4" for n in (1, 2, 3, 4)), "head"]
 
 
 @pytest.mark.parametrize(
@@ -299,11 +296,6 @@ def test_too_few_rows_for_the_tokenizer(model, tmp_path):
     save(few, tmp_path / "hf", "hf")
     with pytest.raises(JllamaError, match="400 tokens but the embedding has 300 rows"):
         verify_checkpoint(tmp_path / "hf")
-
-
-def test_no_such_checkpoint(tmp_path):
-    with pytest.raises(JllamaError, match="there is no checkpoint"):
-        verify_checkpoint(tmp_path / "nothing")
 
 
 # The text

@@ -151,11 +151,11 @@ def test_a_head_that_is_taken_for_the_embedding_is_named(untied):
 @pytest.mark.slow
 def test_what_no_mistake_explains_is_said(tied):
     noise = torch.Generator().manual_seed(0)
-    model = change_weights(
-        open_model(tied),
-        "proj.weight",
-        lambda weight: weight * (1 + 0.3 * torch.randn(weight.shape, generator=noise)),
-    )
+
+    def disturbed(weight):
+        return weight * (1 + 0.3 * torch.randn(weight.shape, generator=noise))
+
+    model = change_weights(open_model(tied), "proj.weight", disturbed)
     found = judged(Program(model), tied)
     assert not found
     assert re.search("none of [0-9]+ known mistakes explains it$", found.verdict)
@@ -215,9 +215,6 @@ def test_forms_of_other_servers_are_read(tied):
         assert found.method.startswith(method)
 
 
-NOTHING = "gives neither log-probabilities nor tokens"
-
-
 def with_token(id):
     """An answer as llama.cpp gives it."""
     return {"completion_probabilities": [{"id": id, "token": "a", "logprob": -0.1}]}
@@ -231,7 +228,8 @@ OUTSIDE = [-1, 10**6, 1e30, "x", None, [], True]
 )
 def test_a_server_that_gives_nothing_is_one_sentence(tied, answer):
     """Tokens outside the vocabulary would leave nothing to compare."""
-    with serving(lambda path, body: answer) as url, pytest.raises(JllamaError, match=NOTHING):
+    nothing = "gives neither log-probabilities nor tokens"
+    with serving(lambda path, body: answer) as url, pytest.raises(JllamaError, match=nothing):
         check_server(url, open_exact(tied), max_tokens=64)
 
 
@@ -252,19 +250,15 @@ def test_a_server_that_dies_or_is_late_is_one_sentence(tied):
         pass
     with pytest.raises(JllamaError, match=r"gave no answer within 120 s: .*refused"):
         check_server(url, open_exact(tied))
-    with (
-        serving(late) as url,
-        pytest.raises(JllamaError, match=r"gave no answer within 0\.5 s: timed out"),
-    ):
+    timed_out = r"gave no answer within 0\.5 s: timed out"
+    with serving(late) as url, pytest.raises(JllamaError, match=timed_out):
         check_server(url, open_exact(tied), timeout_s=0.5)
 
     def dying(path, body):
         raise ConnectionAbortedError
 
-    with (
-        serving(dying) as url,
-        pytest.raises(JllamaError, match="gave no answer within 120 s: Remote end"),
-    ):
+    died = "gave no answer within 120 s: Remote end"
+    with serving(dying) as url, pytest.raises(JllamaError, match=died):
         check_server(url, open_exact(tied))
 
 
