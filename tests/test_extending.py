@@ -93,7 +93,7 @@ run_dir: run
 model: {{num_layers: 2, embed_dim: 32, num_heads: 2, max_seq_len: 32, block: value_norm}}
 data: {{path: text.txt, tokenizer: bytes, cache_dir: cache}}
 optimizer: {{name: lamb, learning_rate: 0.02}}
-training: {{objective: distillation, batch_size: 8, steps: 20, log_every: 1, sample_tokens: 0}}
+training: {{objective: distillation, batch_size: 8, steps: 10, log_every: 1, sample_tokens: 0}}
 """)
     done = run_command("train", "mine.yaml", place=folder)
     assert done.code == 0, done.err
@@ -106,7 +106,7 @@ def test_a_run_is_used_with_the_file_alone(page, run, monkeypatch):
     (folder / "evil.py").write_text("open('was_run', 'w')\nx = 1 / 0\n")
     config = run / "config.yaml"
     config.write_text(config.read_text() + "imports: [evil.py]\n")
-    more = ["--training.steps=40", "--resume_with_changes"]
+    more = ["--training.steps=20", "--resume_with_changes"]
     for command in (
         ["sample", "run", "--prompt", "the", "--max_new_tokens", "3"],
         ["eval", "run", "--data", "text.txt"],
@@ -129,8 +129,8 @@ def test_a_run_is_used_with_the_file_alone(page, run, monkeypatch):
     # 1) The log.
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
-    assert len(losses) == 40
-    assert losses[-1] < losses[19] < losses[0] - 0.5
+    assert len(losses) == 20
+    assert losses[-1] < losses[9] < losses[0] - 0.5
     figures = [line["validation_figures"] for line in lines if "validation_loss" in line]
     assert figures
     assert all(0 <= line["same_choice"] <= 1 for line in figures)
