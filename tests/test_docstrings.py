@@ -75,11 +75,19 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def workplace(folder, tmp_path_factory):
+    """A copy without the run, for the examples of all docstrings."""
+    copy = tmp_path_factory.mktemp("docstrings")
+    shutil.copytree(folder, copy, dirs_exist_ok=True, ignore=shutil.ignore_patterns("runs"))
+    return copy
+
+
 @pytest.mark.parametrize("name", MODULES)
-def test_examples_run(name, folder, monkeypatch):
+def test_examples_run(name, workplace, monkeypatch):
     module = importlib.import_module(name)
-    monkeypatch.chdir(folder)
-    monkeypatch.setenv("JLLAMA_CACHE", str(folder / "cache"))
+    monkeypatch.chdir(workplace)
+    monkeypatch.setenv("JLLAMA_CACHE", str(workplace / "cache"))
     names = {"jllama": jllama, "jax": jax, "jnp": jnp, "np": np}
     assert doctest.testmod(module, extraglobs=names, optionflags=FLAGS).failed == 0
 
@@ -96,7 +104,7 @@ def test_python_code_runs(page, folder, tmp_path, monkeypatch):
     """Each block by itself, in a folder that holds a small model where they expect one."""
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("JLLAMA_CACHE", str(folder / "cache"))
+    monkeypatch.setenv("JLLAMA_CACHE", str(tmp_path / "cache"))
     for code in PROGRAMS[page]:
         names = {}
         exec(code, names)
