@@ -32,7 +32,6 @@ from jllama.verify.checkpoint import (
     verify_checkpoint,
 )
 from jllama.verify.checks import random_params, relative_error, worst_error
-from jllama.verify.conformance import compiled_jllama
 from jllama.verify.layerwise import run_layerwise, update_error
 
 TOKENIZER = train_sentencepiece([PROSE], 400)
@@ -158,9 +157,7 @@ def test_streamed_logits_are_those_of_the_whole_models(changed):
     tokens = np.random.default_rng(1).integers(0, config.vocab_size, (1, len(TOKENS)))
     with jax.default_matmul_precision("highest"):
         run = run_layerwise(checkpoint, tokens[0].tolist())
-        jax_logits = compiled_jllama().forward(config, params, tokens)[0]
     assert relative_error(run.oracle_logits, oracle.forward(params, tokens, config)[0]) < 1e-12
-    assert relative_error(run.jax_logits, jax_logits) < 1e-6
     assert worst_error(run.jax_logits, run.oracle_logits) < TOLERANCE / 5
     assert max(run.layer_errors) < TOLERANCE / 5
     assert run.damage == []
