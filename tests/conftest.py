@@ -24,9 +24,8 @@ os.environ.setdefault(
         else ""
     ),
 )
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # torch's and NumPy's threads wait for each other on busy cores
+# Threads of torch and NumPy wait for each other on busy cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
 import jax
@@ -45,9 +44,8 @@ os.environ.setdefault("JLLAMA_CACHE", _cache.name)
 
 # Compiled programs are shared by the workers of pytest-xdist and kept for later runs, but not by
 # processes that the tests start. The folder's own name says that they are not what users run.
-COMPILED = (
-    Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jllama-tests" / "compiled"
-)
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+COMPILED = CACHE / "jllama-tests" / "compiled"
 COMPILED_DAYS = 14
 jax.config.update("jax_compilation_cache_dir", str(COMPILED))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -120,16 +118,13 @@ a file has.
 def pytest_collection_modifyitems(items):
     def rank(item):
         path = str(item.path.relative_to(Path(__file__).parent))
-        return next(
-            (number for number, start in enumerate(LONGEST_FIRST) if path.startswith(start)), 99
-        )
+        return [not path.startswith(start) for start in LONGEST_FIRST]
 
     items.sort(key=rank)
     for item in items:
         path = item.path.relative_to(Path(__file__).parent)
-        if {str(path), path.parts[0]} & set(VERSIONS.split()) and not item.get_closest_marker(
-            "slow"
-        ):
+        depends_on_versions = {str(path), path.parts[0]} & set(VERSIONS.split())
+        if depends_on_versions and not item.get_closest_marker("slow"):
             item.add_marker("versions")
 
 

@@ -5,7 +5,6 @@ starts itself, with all of Python's or without, not those that these start.
 """
 
 import collections
-import dataclasses
 import os
 import resource
 import sys
@@ -14,15 +13,8 @@ import time
 import jax
 import pytest
 
-COLUMNS = {
-    "programs": 10,
-    "compiling_s": 12,
-    "tracing_s": 10,
-    "processes": 10,
-    "cpu_s": 7,
-    "children_s": 11,
-    "wall_s": 7,
-}
+TIMES = ["compiling_s", "tracing_s", "cpu_s", "children_s", "wall_s"]
+COLUMNS = ["programs", "processes", *TIMES]
 EVENTS = {
     "/jax/core/compile/backend_compile_duration": "compiling_s",
     "/jax/core/compile/jaxpr_trace_duration": "tracing_s",
@@ -31,20 +23,17 @@ EVENTS = {
 COSTS = "costs"
 
 
-@dataclasses.dataclass(eq=False)
 class Costs:
     """A plugin: a worker counts, and the process that prints adds up."""
 
-    spent: collections.Counter = dataclasses.field(default_factory=collections.Counter)
-    files: dict = dataclasses.field(default_factory=dict)
-
-    def __post_init__(self):
+    def __init__(self):
+        self.spent = collections.Counter()
+        self.files = collections.defaultdict(collections.Counter)
         sys.addaudithook(self.count_process)
         jax.monitoring.register_event_duration_secs_listener(self.count_program)
 
     def count_process(self, event, arguments):
-        if event == "subprocess.Popen":
-            self.spent["processes"] += 1
+        self.spent["processes"] += event == "subprocess.Popen"
 
     def count_program(self, event, duration_s, **_):
         if name := EVENTS.get(event):
@@ -53,12 +42,11 @@ class Costs:
 
     def total(self):
         children = resource.getrusage(resource.RUSAGE_CHILDREN)
-        clocks = {
-            "cpu_s": time.process_time(),
-            "children_s": children.ru_utime + children.ru_stime,
-            "wall_s": time.perf_counter(),
-        }
-        return self.spent + collections.Counter(clocks)
+        return self.spent + collections.Counter(
+            cpu_s=time.process_time(),
+            children_s=children.ru_utime + children.ru_stime,
+            wall_s=time.perf_counter(),
+        )
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item):
@@ -73,13 +61,13 @@ class Costs:
 
     def pytest_runtest_logreport(self, report):
         if report.when == "teardown" and "PYTEST_XDIST_WORKER" not in os.environ:
-            file = self.files.setdefault(report.nodeid.partition("::")[0], collections.Counter())
-            file.update(dict(report.user_properties).get(COSTS, {}))
+            costs = dict(report.user_properties).get(COSTS, {})
+            self.files[report.nodeid.partition("::")[0]].update(costs)
 
     def pytest_terminal_summary(self, terminalreporter):
         total = sum(self.files.values(), collections.Counter())
         rows = sorted(self.files.items(), key=lambda row: -row[1]["cpu_s"] - row[1]["children_s"])
-        terminalreporter.write_line("".join(f"{name:>{width}}" for name, width in COLUMNS.items()))
+        terminalreporter.write_line("".join(f"{name:>13}" for name in COLUMNS))
         for name, costs in [*rows, ("all files", total)]:
-            figures = [f"{costs[column]:{width}.0f}" for column, width in COLUMNS.items()]
-            terminalreporter.write_line(f"{''.join(figures)}  {name}")
+            figures = "".join(f"{costs[column]:13.0f}" for column in COLUMNS)
+            terminalreporter.write_line(f"{figures}  {name}")

@@ -1,6 +1,6 @@
 """Every known mistake is told by its name, and right components of any library pass."""
 
-import doctest
+import functools
 import re
 
 import jax
@@ -18,31 +18,21 @@ DRAWN = 3e-2
 
 
 def float32(array):
-    return (
-        np.float32(array) if isinstance(array, np.ndarray) and array.dtype == np.float64 else array
-    )
+    is_wide = isinstance(array, np.ndarray) and array.dtype == np.float64
+    return np.float32(array) if is_wide else array
 
 
+@functools.partial(jax.jit, static_argnames="theta")
 def jax_rope(x, positions, theta):
-    tables = F.rope_tables(
-        jnp.asarray(positions)[None],
-        theta ** (-np.arange(x.shape[-1] // 2) * 2 / x.shape[-1]),
-    )
-    return F.apply_rope(jnp.asarray(float32(x)), *tables)
+    frequencies = theta ** (-np.arange(x.shape[-1] // 2) * 2 / x.shape[-1])
+    return F.apply_rope(x, *F.rope_tables(positions[None], frequencies))
 
 
+@jax.jit
 def jax_cross_entropy(logits, tokens, mask):
-    rows, head = jnp.asarray(float32(logits))[:, :-1], jnp.eye(logits.shape[-1])
-    total, count = F.linear_cross_entropy(
-        rows, head, jnp.asarray(tokens)[:, 1:], jnp.asarray(mask)[:, 1:]
-    )
+    head = jnp.eye(logits.shape[-1])
+    total, count = F.linear_cross_entropy(logits[:, :-1], head, tokens[:, 1:], mask[:, 1:])
     return total / count
-
-
-def on_float32(function):
-    return lambda *arrays: function(
-        *(jnp.asarray(float32(a)) if isinstance(a, np.ndarray) else a for a in arrays)
-    )
 
 
 def torch_rms_norm(x, scale, eps):
@@ -71,9 +61,8 @@ def torch_cross_entropy(logits, tokens, mask):
     )
 
 
+@functools.partial(jax.jit, static_argnames="config")
 def jax_block(x, weights, config):
-    x, weights = jax.tree.map(jnp.asarray, (x, weights))
-
     def rotate(heads):
         frequencies = config.rope_theta ** (-np.arange(config.head_dim // 2) * 2 / config.head_dim)
         return F.apply_rope(heads, *F.rope_tables(jnp.arange(x.shape[1])[None], frequencies))
@@ -85,26 +74,27 @@ def jax_block(x, weights, config):
     return x + F.swiglu(h, weights["w_gate"], weights["w_up"], weights["w_down"])
 
 
+@functools.partial(jax.jit, static_argnames="config")
 def jax_model(params, tokens, config):
-    return jllama.build_model(config, jax.tree.map(jnp.asarray, params))(jnp.asarray(tokens))
+    return jllama.build_model(config, params)(tokens)
 
 
+@functools.partial(jax.jit, static_argnames="config")
 def jax_cache(params, tokens, config, cache):
     """jllama's own cache, which takes a whole prompt and then a token at a time."""
-    decoding = jllama.build_model(
-        config, jllama.decode_layout(jax.tree.map(jnp.asarray, params), config)
-    )
+    decoding = jllama.build_model(config, jllama.decode_layout(params, config))
     cache = jllama.KVCache.zeros(config, len(tokens), 16) if cache is None else cache
     counts = jnp.full(len(tokens), tokens.shape[1])
-    hidden, cache = decoding.decode(jnp.asarray(tokens), cache, counts)
+    hidden, cache = decoding.decode(tokens, cache, counts)
     return decoding.logits(hidden), cache
 
 
+@jax.jit
 def jax_sampler(logits, temperature, top_k, top_p):
     rows = len(logits)
     settings = {"top_k": jnp.full(rows, top_k), "top_p": jnp.full(rows, top_p)}
     keys = jax.random.split(jax.random.key(0), rows)
-    return F.sample(jnp.asarray(float32(logits)), keys, jnp.full(rows, temperature), **settings)
+    return F.sample(logits, keys, jnp.full(rows, temperature), **settings)
 
 
 def torch_adamw(w, gradients, learning_rate, beta1, beta2, eps, weight_decay):
@@ -119,10 +109,10 @@ def torch_adamw(w, gradients, learning_rate, beta1, beta2, eps, weight_decay):
 @pytest.mark.parametrize(
     ("component", "function", "tolerance"),
     [
-        ("rms_norm", on_float32(F.rms_norm), FLOAT32),
+        ("rms_norm", jax.jit(F.rms_norm, static_argnames="eps"), FLOAT32),
         ("rope", jax_rope, FLOAT32),
-        ("attention", on_float32(F.attention), FLOAT32),
-        ("swiglu", on_float32(F.swiglu), FLOAT32),
+        ("attention", jax.jit(F.attention), FLOAT32),
+        ("swiglu", jax.jit(F.swiglu), FLOAT32),
         ("cross_entropy", jax_cross_entropy, FLOAT32),
         ("rms_norm", torch_rms_norm, FLOAT32),
         ("attention", torch_attention, FLOAT32),
@@ -184,29 +174,6 @@ def test_every_mistake_is_told_by_its_name(component, mistake):
             assert second == f"It behaves like this known mistake: {mistake}."
 
 
-@pytest.mark.parametrize("component", check.MISTAKES)
-def test_no_two_mistakes_are_alike(component, monkeypatch):
-    table, inputs = check.MISTAKES[component], []
-    right_verdict = check.Verdict(component, 0.0, FLOAT32)
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            check,
-            "_verdict",
-            lambda _, function, right, *arguments, run=None: (
-                inputs.extend(arguments) or right_verdict
-            ),
-        )
-        getattr(check, component)(lambda *arrays: None)
-    min_distance = 2 * (DRAWN if component == "sampler" else FLOAT32)
-    with np.errstate(all="ignore"):
-        results = {name: np.asarray(wrong(*inputs)) for name, wrong in table.items()}
-        for name, result in results.items():
-            near = [
-                other for other in table if check._distance(result, results[other]) < min_distance
-            ]
-            assert near == [name]
-
-
 def test_a_row_that_sees_no_key_may_become_anything():
     def sees_no_self(q, k, v):
         k, v = (np.repeat(heads, 3, axis=1) for heads in (k, v))
@@ -220,30 +187,24 @@ def test_what_is_not_known_is_shown_where_it_is_worst():
     verdict = check.swiglu(lambda x, *_: np.where(np.arange(32) == 5, 7.0, x))
     assert not verdict
     assert not verdict.mistake
-    assert "It behaves like none of the 10 known mistakes; the largest difference is at [" in str(
-        verdict
-    )
+    remark = "It behaves like none of the 10 known mistakes; the largest difference is at ["
+    assert remark in str(verdict)
     assert ", 5]: 7 where " in str(verdict)
 
 
 @pytest.mark.parametrize(
-    ("function", "sentence"),
+    ("function", "shape"),
     [
-        (lambda x, scale, eps: None, "It returns nothing where the shape [3, 16, 64] is expected."),
-        (
-            lambda x, scale, eps: x[0],
-            "It returns [16, 64] where the shape [3, 16, 64] is expected.",
-        ),
-        (lambda x, scale, eps: 1.0, "It returns [] where the shape [3, 16, 64] is expected."),
-        (
-            lambda x, scale, eps: jnp.ones((3, 16)),
-            "It returns [3, 16] where the shape [3, 16, 64] is expected.",
-        ),
+        (lambda x, scale, eps: None, "nothing"),
+        (lambda x, scale, eps: x[0], "[16, 64]"),
+        (lambda x, scale, eps: 1.0, "[]"),
+        (lambda x, scale, eps: jnp.ones((3, 16)), "[3, 16]"),
     ],
 )
-def test_another_shape_is_said(function, sentence):
+def test_another_shape_is_said(function, shape):
     verdict = check.rms_norm(function)
     assert not verdict
+    sentence = f"It returns {shape} where the shape [3, 16, 64] is expected."
     assert str(verdict).splitlines() == ["rms_norm: differs from the oracle.", sentence]
 
 
@@ -281,9 +242,3 @@ def test_statistics_in_float32_are_right_in_any_dtype():
 def test_under_jit_and_in_64_bits():
     with jax.enable_x64(True):
         assert check.rms_norm(jax.jit(F.rms_norm, static_argnames="eps")).error < 1e-10
-
-
-def test_the_example_in_its_documentation():
-    results = doctest.testmod(check, extraglobs={"jllama": jllama})
-    assert results.attempted
-    assert not results.failed

@@ -8,9 +8,20 @@ import re
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
+from helpers import copies_of_state
 
+from jllama.commands.cli import parse
+from jllama.config import MeshConfig
+from jllama.data.batches import Batch
+from jllama.functional import ATTENTION, Mask, attention
+from jllama.plan.devices import topology_devices
 from jllama.plan.program import ATTENTION_KERNELS
+from jllama.sharding import make_mesh
+from jllama.training.config import TrainConfig
+from jllama.training.step import compile_training
 
 TOKAMAX = importlib.util.find_spec("tokamax") is not None  # which Python 3.11 has none of
 ON = {"tpu": "v5e:2x2", "gpu": "h100:4"}
@@ -44,14 +55,9 @@ def compiled(name, platform):
     return json.loads(done.stdout)
 
 
-@pytest.fixture(scope="module")
-def lowered(request):
-    """Attention forward and backward by name, head size and documents: the program's text."""
-    return compiled("attention_programs", request.param)
-
-
-@pytest.mark.parametrize("lowered", PLATFORMS, indirect=True)
-def test_attention_is_a_kernel_both_ways_and_no_dense_scores(lowered):
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_attention_is_a_kernel_both_ways_and_no_dense_scores(platform):
+    lowered = compiled("attention_programs", platform)
     assert len(lowered) >= 3
     for case, text in lowered.items():
         name = case.split()[0]
@@ -70,26 +76,20 @@ def test_under_fsdp_weights_alone_are_exchanged(platform):
     keys = "fits device devices arguments_bytes temporaries_bytes device_memory_bytes compile_s"
     assert {*keys.split(), "attention", "collectives"} <= {*result}
     assert (result["fits"], result["devices"]) == (True, 4)
-    assert (
-        result["attention"]
-        == {"tpu": "splash", "gpu": "tokamax" if TOKAMAX else "triton"}[platform]
-    )
+    on_gpu = "tokamax" if TOKAMAX else "triton"
+    assert result["attention"] == {"tpu": "splash", "gpu": on_gpu}[platform]
     received = dict.fromkeys(("all-gather", "reduce-scatter"), 0.0)
     for row in result["collectives"]:
-        sizes = [
-            int(size) for size in re.findall(r"\d+", re.sub(r"[a-z]+\d+\[", "[", row["shape"]))
-        ]
-        assert not any(size % SEQ == 0 for size in sizes), row  # none is of tokens
+        sides = re.findall(r"\d+", re.sub(r"[a-z]+\d+\[", "[", row["shape"]))
+        assert not any(int(side) % SEQ == 0 for side in sides), row  # none is of tokens
+        received_bytes = row["times"] * row["bytes_each"]
         if row["kind"] in received:
-            received[row["kind"]] += row["times"] * row["bytes_each"]
-        else:
-            assert row["times"] * row["bytes_each"] < 1e5, (
-                row
-            )  # losses, norms, and what has one axis
+            received[row["kind"]] += received_bytes
+        else:  # losses, norms, and what has one axis
+            assert received_bytes < 1e5, row
     layers, ends = 2 * 512 * (2 * 512 + 2 * 256 + 3 * 1536), 2 * 4096 * 512
-    assert received["all-gather"] == 3 / 4 * 2 * (
-        2 * layers + ends
-    )  # in bfloat16; layers backward, too
+    # In bfloat16; layers backward, too.
+    assert received["all-gather"] == 3 / 4 * 2 * (2 * layers + ends)
     assert received["reduce-scatter"] == pytest.approx(3 / 4 * 4 * (layers + ends), rel=0.1)
 
 
@@ -125,10 +125,8 @@ def test_a_step_of_decoding_reads_pages_where_the_kernel_can():
 def test_no_step_adds_up_in_an_open_order():
     result = compiled("open_scatters", "gpu")
     assert not any(result.values()), result
-    assert (
-        "unique_indices=true"
-        not in re.findall(r".* scatter\(.*", compiled("plain_look_up", "gpu"))[0]
-    )
+    scatter = re.search(r".* scatter\(.*", compiled("plain_look_up", "gpu"))[0]
+    assert "unique_indices=true" not in scatter
 
 
 @pytest.mark.plan_gpu
@@ -145,10 +143,7 @@ def test_what_the_kernel_cannot_serve():
     message = plan(f"{TINY} --topology h100:4 --training.attention cudnn", code=2)
     assert message.count("\n") == 1
     assert message.endswith(": take another training.attention, or mesh.sequence\n")
-
-
-@pytest.mark.plan_gpu
-def test_rows_split_over_gpus_are_attended_to_in_blocks():
+    # Rows that are split over GPUs are attended to in blocks.
     assert plan(f"{TINY} --topology h100:4 --mesh.sequence 2")["attention"] == ""
 
 
@@ -164,31 +159,19 @@ def test_a_search_is_as_fast_as_what_it_could_have_taken():
 
 @pytest.mark.plan_tpu
 def test_topologies_and_meshes_on_them():
-    from jllama.config import MeshConfig
-    from jllama.plan.devices import topology_devices
-    from jllama.sharding import make_mesh
-
     for topology, count in {"v4:2x2x1": 4, "v5e:1x1": 1, "v5p:4x4x4": 64, "v6e:4x4": 16}.items():
         assert len(topology_devices(topology)[1]) == count
-    parts_of_sides = make_mesh(
-        MeshConfig(data=2, fsdp=-1, tensor=2), topology_devices("v5p:4x4x4")[1]
-    )
-    assert parts_of_sides.shape["fsdp"] == 16
-    assert "v5e:3x3 cannot be planned for, so give another topology: " in plan(
-        f"{TINY} --topology v5e:3x3", code=2
-    )
+    parts_of_sides = MeshConfig(data=2, fsdp=-1, tensor=2)
+    mesh = make_mesh(parts_of_sides, topology_devices("v5p:4x4x4")[1])
+    assert mesh.shape["fsdp"] == 16
+    message = plan(f"{TINY} --topology v5e:3x3", code=2)
+    assert "v5e:3x3 cannot be planned for, so give another topology: " in message
     message = plan(f"{TINY} --topology v5e:4x4 --mesh.tensor 16", code=2)
     assert "does not divide 16 ways: the nearest mesh.tensor that does is" in message
 
 
 def attention_programs(platform):
     """Compile attention for one device of a platform."""
-    import jax
-    import jax.numpy as jnp
-
-    from jllama.functional import ATTENTION, Mask, attention
-    from jllama.plan.devices import topology_devices
-
     device, result = topology_devices(ON[platform])[1][0], {}
     sharding = jax.sharding.SingleDeviceSharding(device)
     names = [name for name, row in ATTENTION.items() if row.platform == platform and row.backward]
@@ -199,14 +182,11 @@ def attention_programs(platform):
         *itertools.product(names, (64,), (False, True), (100,)),
     ]
     for name, head_dim, packed, window in cases:
-        query, key, segments = (
-            jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-            for shape, dtype in [
-                ((2, 8, SEQ, head_dim), jnp.bfloat16),
-                ((2, 2, SEQ, head_dim), jnp.bfloat16),
-                ((2, SEQ), jnp.int32),
-            ]
+        query, key = (
+            jax.ShapeDtypeStruct((2, heads, SEQ, head_dim), jnp.bfloat16, sharding=sharding)
+            for heads in (8, 2)
         )
+        segments = jax.ShapeDtypeStruct((2, SEQ), jnp.int32, sharding=sharding)
 
         def mask_of(segments, packed=packed, window=window):
             documents = segments if packed else None
@@ -223,18 +203,16 @@ def attention_programs(platform):
     return result
 
 
+def abstract_batch(training, rows):
+    ids, counted = (
+        jax.ShapeDtypeStruct((rows, SEQ + 1), dtype, sharding=training.batch_sharding)
+        for dtype in (jnp.int32, bool)
+    )
+    return Batch(ids, ids, counted)
+
+
 def open_scatters(platform):
     """Compile training steps; return the scatters whose order of additions is open."""
-    import jax
-    import jax.numpy as jnp
-
-    from jllama.commands.cli import parse
-    from jllama.data.batches import Batch
-    from jllama.plan.devices import topology_devices
-    from jllama.sharding import make_mesh
-    from jllama.training.config import TrainConfig
-    from jllama.training.step import compile_training
-
     result = {}
     devices = topology_devices("h100:4")[1]
     for words in (
@@ -251,31 +229,18 @@ def open_scatters(platform):
         training = compile_training(config, mesh)
         is_pair = config.training.objective == "preference"
         rows = config.training.batch_size * (2 if is_pair else 1)
-        ids = jax.ShapeDtypeStruct((rows, SEQ + 1), jnp.int32, sharding=training.batch_sharding)
-        counted = jax.ShapeDtypeStruct(ids.shape, bool, sharding=training.batch_sharding)
-        reference = (
-            jax.ShapeDtypeStruct((rows,), jnp.float32, sharding=training.batch_sharding)
-            if is_pair
-            else None
-        )
-        batch = Batch(ids, ids, counted, reference)
+        batch = abstract_batch(training, rows)
+        if is_pair:
+            reference = jax.ShapeDtypeStruct((rows,), jnp.float32, sharding=training.batch_sharding)
+            batch = batch._replace(reference=reference)
         lowered = training.step.lower(jax.eval_shape(training.init, jax.random.key(0)), batch)
-        lines = [
-            line
-            for line in lowered.compile().as_text().splitlines()
-            if re.search(r" (select-and-)?scatter\(", line)
-        ]
-        result[words] = [line.strip() for line in lines if "unique_indices=true" not in line]
+        scatters = re.findall(r".* (?:select-and-)?scatter\(.*", lowered.compile().as_text())
+        result[words] = [line.strip() for line in scatters if "unique_indices=true" not in line]
     return result
 
 
 def plain_look_up(platform):
     """Compile the gradient of a table's rows as JAX makes it."""
-    import jax
-    import jax.numpy as jnp
-
-    from jllama.plan.devices import topology_devices
-
     where = jax.sharding.SingleDeviceSharding(topology_devices(ON[platform])[1][0])
     table = jax.ShapeDtypeStruct((4096, 512), jnp.bfloat16, sharding=where)
     tokens = jax.ShapeDtypeStruct((2, SEQ), jnp.int32, sharding=where)
@@ -285,22 +250,9 @@ def plain_look_up(platform):
 
 def step_copies(platform):
     """Compile a training step for the devices of a platform: what it copies of the state."""
-    import jax
-    import jax.numpy as jnp
-    from helpers import copies_of_state
-
-    from jllama.commands.cli import parse
-    from jllama.data.batches import Batch
-    from jllama.plan.devices import topology_devices
-    from jllama.sharding import make_mesh
-    from jllama.training.config import TrainConfig
-    from jllama.training.step import compile_training
-
     config = parse(TrainConfig, TINY.replace("--json", "").split(), "", ("config",))
     training = compile_training(config, make_mesh(config.mesh, topology_devices(ON[platform])[1]))
-    shape = config.training.batch_size, SEQ + 1
-    ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=training.batch_sharding)
-    batch = Batch(ids, ids, jax.ShapeDtypeStruct(shape, bool, sharding=training.batch_sharding))
+    batch = abstract_batch(training, config.training.batch_size)
     return copies_of_state(training.step, jax.eval_shape(training.init, jax.random.key(0)), batch)
 
 

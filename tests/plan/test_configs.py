@@ -11,7 +11,6 @@ import pytest
 import jllama
 from jllama.commands.cli import parse, shipped_configs
 from jllama.commands.plan import PlanOptions
-from jllama.training.config import TrainConfig
 
 ENVIRONMENT = {
     name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")
@@ -32,23 +31,16 @@ def test_there_are_plans_for_all_sizes():
 
 @pytest.mark.parametrize("name", PLANS)
 def test_the_model_is_the_released_one_and_the_receipt_is_on_the_page(name):
-    for options in (TrainConfig, PlanOptions):
-        config = parse(
-            options,
-            [name, *(["--topology", "h100:8"] if options is PlanOptions else [])],
-            "",
-            ("config",),
-        )
-        assert config.model == jllama.preset(name.split("_")[0])
+    config = parse(PlanOptions, [name, "--topology", "h100:8"], "", ("config",))
+    assert config.model == jllama.preset(name.split("_")[0])
     assert PLANS[name].startswith(f"configs/{name}.yaml --topology ")
     assert f"jllama plan {PLANS[name]}\n" in PAGE
 
 
 SMALL = [  # and what they may hold of a device, in GiB
     pytest.param("llama3.2-1b_v5e-16", 3.9, marks=pytest.mark.plan_tpu),
-    pytest.param(
-        "llama3.2-1b_h200", 22, marks=pytest.mark.plan_gpu
-    ),  # of which logits take 2, a 70th of the GPU
+    # Logits take 2 of these, a 70th of the GPU.
+    pytest.param("llama3.2-1b_h200", 22, marks=pytest.mark.plan_gpu),
     pytest.param("llama3.1-8b_h100-8", 20, marks=pytest.mark.plan_gpu),
     pytest.param("llama3-70b_h100-64", 33, marks=pytest.mark.plan_gpu),
     pytest.param("llama3.1-405b_h100-512", 56, marks=pytest.mark.plan_gpu),

@@ -29,15 +29,14 @@ def devices(monkeypatch):
         options, mesh = config.training, config.mesh
         ways = mesh.data * mesh.fsdp
         rows = options.batch_size / ways / options.accumulation
-        parameters, tokens = (
-            count_parameters(MODEL) / mesh.fsdp / mesh.tensor,
-            options.batch_size * 4096,
-        )
+        parameters = count_parameters(MODEL) / mesh.fsdp / mesh.tensor
+        tokens = options.batch_size * 4096
+        activations = KEPT[str(options.remat)] * 2**30 * rows / mesh.sequence / mesh.tensor
+        flops = training_flops_per_token(MODEL, 4096) * tokens
+        counts = "devices parameters_bytes moments_bytes flops traffic_bytes"
         planned.append(config)
         return Receipt(
-            **dict.fromkeys(
-                ("devices", "parameters_bytes", "moments_bytes", "flops", "traffic_bytes"), 0
-            ),
+            **dict.fromkeys(counts.split(), 0),
             **dict.fromkeys(("memory_s", "compile_s"), 0.0),
             device=topology,
             mesh={},
@@ -46,16 +45,9 @@ def devices(monkeypatch):
             largest=[],
             tokens=tokens,
             arguments_bytes=int(12 * parameters),
-            temporaries_bytes=int(
-                4 * parameters
-                + KEPT[str(options.remat)] * 2**30 * rows / mesh.sequence / mesh.tensor
-            ),
+            temporaries_bytes=int(4 * parameters + activations),
             device_memory_bytes=int(H100.memory_bytes),
-            compute_s=training_flops_per_token(MODEL, 4096)
-            * recomputed(config, config.training.attention)
-            * tokens
-            / 8
-            / H100.flops,
+            compute_s=flops * recomputed(config, options.attention) / 8 / H100.flops,
             interconnect_s=1e-9 * (mesh.tensor - 1) * tokens,
         )
 
@@ -75,23 +67,21 @@ def test_the_fastest_of_all_is_found_in_few_compilations(devices, fixed):
     ]
     assert len(configs) == len(tried) <= 16
     assert 1 <= sum(receipt.fits for _, receipt in tried) <= 4
-    assert [receipt.fits for _, receipt in tried] == sorted(
-        (receipt.fits for _, receipt in tried), reverse=True
-    )
+    fits = [receipt.fits for _, receipt in tried]
+    assert fits == sorted(fits, reverse=True)
 
     def all_of_them():
         for fsdp, rows, remat in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16, 32), KEPT):
             mesh = dataclasses.replace(CONFIG.mesh, data=8 // fsdp, fsdp=fsdp)
-            size = (
-                {"batch_size": 64, "accumulation": 8 // rows} if fixed else {"batch_size": 8 * rows}
-            )
+            size = {"batch_size": 8 * rows}
+            if fixed:
+                size = {"batch_size": 64, "accumulation": 8 // rows}
             if not fixed or rows <= 8:
                 loop = dataclasses.replace(CONFIG.training, remat=remat, **size)
                 yield devices.plan(dataclasses.replace(CONFIG, mesh=mesh, training=loop), "")
 
-    assert tried[0][1].tokens_per_s == max(
-        receipt.tokens_per_s for receipt in all_of_them() if receipt.fits
-    )
+    speeds = [receipt.tokens_per_s for receipt in all_of_them() if receipt.fits]
+    assert tried[0][1].tokens_per_s == max(speeds)
     for config in configs:
         assert config.mesh.data * config.mesh.fsdp * config.mesh.sequence * config.mesh.tensor == 8
         assert config.training.attention in ("tokamax", "triton")

@@ -3,16 +3,12 @@
 import dataclasses
 import hashlib
 import json
-import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from safetensors.numpy import load_file, save_file
 
 from jllama import oracle
 from jllama.checkpoints import tensors
@@ -36,7 +32,6 @@ from jllama.verify.checkpoint import (
     verify_checkpoint,
 )
 from jllama.verify.checks import random_params, relative_error, worst_error
-from jllama.verify.conformance import compiled_jllama
 from jllama.verify.layerwise import run_layerwise, update_error
 
 TOKENIZER = train_sentencepiece([PROSE], 400)
@@ -50,29 +45,32 @@ CONFIG = LlamaConfig(
     max_seq_len=128,
 )
 TINY = dataclasses.replace(CONFIG, vocab_size=97, num_layers=2, max_seq_len=64)
+TOKENS = [1, 60, 5, 96] * 12  # as many in all tests of TINY, which share programs
 
 
 @pytest.fixture(scope="module")
 def model():
-    """A small Llama that knows the built-in text by heart."""
+    """A small Llama that knows the beginning of the built-in text by heart."""
     ids = np.array([TOKENIZER.bos_id, *TOKENIZER.encode(PROSE)])
-    windows = jnp.asarray(ids[: 3 * CONFIG.max_seq_len].reshape(3, -1))
-    optimizer = optax.adam(3e-3)
+    row = ids[None, : CONFIG.max_seq_len]
+    optimizer = optax.adam(1e-2)
+
+    def loss(params):
+        llama = build_model(CONFIG, params)
+        total, count = llama.loss(llama.hidden(row[:, :-1]), row[:, 1:], row[:, 1:] >= 0)
+        return total / count
+
+    def step(_, state):
+        params, moments = state
+        updates, moments = optimizer.update(jax.grad(loss)(params), moments)
+        return optax.apply_updates(params, updates), moments
 
     @jax.jit
-    def step(params, state):
-        def loss(params):
-            llama, targets = build_model(CONFIG, params), windows[:, 1:]
-            total, count = llama.loss(llama.hidden(windows[:, :-1]), targets, targets >= 0)
-            return total / count
+    def train(params):
+        params, _ = jax.lax.fori_loop(0, 30, step, (params, optimizer.init(params)))
+        return params
 
-        updates, state = optimizer.update(jax.grad(loss)(params), state)
-        return optax.apply_updates(params, updates), state
-
-    params = jax.tree.map(jnp.asarray, random_params(CONFIG, 0, embed_std=0.25))
-    state = optimizer.init(params)
-    for _ in range(80):
-        params, state = step(params, state)
+    params = train(random_params(CONFIG, 0, embed_std=0.25))
     return LanguageModel(CONFIG, jax.tree.map(np.asarray, params), TOKENIZER)
 
 
@@ -85,20 +83,21 @@ def folder(model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(folder):
-    return verify_checkpoint(folder)
+    stages = []
+    report = verify_checkpoint(folder, on_stage=stages.append)
+    assert stages == ["opening", "embedding", *(f"layer {n} of 4" for n in (1, 2, 3, 4)), "head"]
+    return report
 
 
 @pytest.fixture
-def damaged(folder, tmp_path):
-    """The report of a copy whose tensors a function changes, by their names in the file."""
+def damaged(model, tmp_path):
+    """The report of a copy whose parameters a function changes."""
 
-    def verify(change, **options):
-        copy = tmp_path / "copy"
-        shutil.copytree(folder, copy)
-        weights = load_file(copy / "model.safetensors")
-        change(weights)
-        save_file(weights, copy / "model.safetensors", {"format": "pt"})
-        return verify_checkpoint(copy, **options)
+    def verify(change):
+        params = jax.tree.map(np.copy, model.params)
+        change(params)
+        save(dataclasses.replace(model, params=params), tmp_path / "hf", "hf")
+        return verify_checkpoint(tmp_path / "hf")
 
     return verify
 
@@ -138,17 +137,15 @@ def test_a_wider_dtype_keeps_the_fingerprint_and_a_narrower_one_does_not(whole, 
     assert narrow.passed
 
 
-def test_progress_is_told_layer_by_layer(folder):
-    stages = []
-    verify_checkpoint(folder, on_stage=stages.append)
-    assert stages == ["opening", "embedding", *(f"layer {n} of 4" for n in (1, 2, 3, 4)), "head"]
-
-
 @pytest.mark.parametrize(
     "changed",
     [
-        {"tie_embeddings": True, "norm_eps": 1e-6},
-        {"head_dim": 24, "rope_scaling": Llama3Scaling(8.0, original_max_seq_len=32)},
+        {
+            "tie_embeddings": True,
+            "norm_eps": 1e-6,
+            "head_dim": 24,
+            "rope_scaling": Llama3Scaling(8.0, original_max_seq_len=32),
+        },
         {"num_kv_heads": 1, "rope_scaling": YarnScaling(4.0, original_max_seq_len=16)},
         {"num_kv_heads": 4, "rope_scaling": DynamicScaling(2.0, original_max_seq_len=16)},
     ],
@@ -157,31 +154,13 @@ def test_progress_is_told_layer_by_layer(folder):
 def test_streamed_logits_are_those_of_the_whole_models(changed):
     config = dataclasses.replace(TINY, **changed)
     checkpoint, params = random_checkpoint(config)
-    tokens = np.random.default_rng(1).integers(0, config.vocab_size, (1, 48))
+    tokens = np.random.default_rng(1).integers(0, config.vocab_size, (1, len(TOKENS)))
     with jax.default_matmul_precision("highest"):
         run = run_layerwise(checkpoint, tokens[0].tolist())
-        jax_logits = compiled_jllama().forward(config, params, tokens)[0]
     assert relative_error(run.oracle_logits, oracle.forward(params, tokens, config)[0]) < 1e-12
-    assert relative_error(run.jax_logits, jax_logits) < 1e-6
     assert worst_error(run.jax_logits, run.oracle_logits) < TOLERANCE / 5
     assert max(run.layer_errors) < TOLERANCE / 5
     assert run.damage == []
-
-
-@settings(max_examples=8)
-@given(st.data())
-def test_every_bit_counts_for_the_fingerprint(data):
-    checkpoint, params = random_checkpoint(TINY)
-    stored = data.draw(st.sampled_from(tensor_specs(TINY)))
-    leaf = params
-    for name in stored.path.split("/"):
-        leaf = leaf[name]
-    before = run_layerwise(checkpoint, [1, 2]).fingerprint
-    flat = leaf.reshape(TINY.num_layers if stored.key.startswith("layers") else 1, -1)[
-        stored.layer
-    ].view(np.uint32)
-    flat[data.draw(st.integers(0, flat.size - 1))] ^= 1
-    assert run_layerwise(checkpoint, [1, 2]).fingerprint != before
 
 
 def test_the_fingerprint_is_a_hash_of_keys_shapes_and_values():
@@ -190,7 +169,7 @@ def test_the_fingerprint_is_a_hash_of_keys_shapes_and_values():
         f"{key} {list(tensor.shape)}\n".encode() + np.ascontiguousarray(tensor, "<f4").tobytes()
         for key, tensor in checkpoint.tensors.items()
     )
-    assert run_layerwise(checkpoint, [1]).fingerprint == hashlib.sha256(content).hexdigest()
+    assert run_layerwise(checkpoint, TOKENS).fingerprint == hashlib.sha256(content).hexdigest()
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -201,9 +180,9 @@ def test_tensors_of_several_blocks(monkeypatch, tied):
     params["layers"]["w_up"][1][:] = 0
     params["layers"]["w_up"][1][:, 50] = 1e-30
     params["layers"]["wq"][0][:] = 0
-    at_once = run_layerwise(checkpoint, [1, 60, 5, 96])
+    at_once = run_layerwise(checkpoint, TOKENS)
     monkeypatch.setattr(tensors, "BLOCK_BYTES", 2048)
-    result = run_layerwise(checkpoint, [1, 60, 5, 96])
+    result = run_layerwise(checkpoint, TOKENS)
     assert result.fingerprint == at_once.fingerprint
     assert result.damage == at_once.damage
     assert "embed (65 of 6,208 numbers)" in result.damage[0]
@@ -228,7 +207,7 @@ def test_each_tensor_is_read_once_in_order_and_a_tied_head_at_the_end_again(tied
     config, reads = dataclasses.replace(TINY, tie_embeddings=tied), []
     checkpoint, _ = random_checkpoint(config)
     tensors = {key: watched(key, tensor, reads) for key, tensor in checkpoint.tensors.items()}
-    run_layerwise(dataclasses.replace(checkpoint, tensors=tensors), [1, 2, 3])
+    run_layerwise(dataclasses.replace(checkpoint, tensors=tensors), TOKENS)
     assert reads == [stored.key for stored in tensor_specs(config)] + ["embed"] * tied
 
 
@@ -236,10 +215,10 @@ def test_each_tensor_is_read_once_in_order_and_a_tied_head_at_the_end_again(tied
 
 
 def test_numbers_that_are_not_finite_are_counted_and_spoil_nothing_else(damaged, whole):
-    def change(weights):
-        weights["model.layers.1.mlp.up_proj.weight"][3:6, 7] = np.nan
-        weights["model.layers.1.mlp.up_proj.weight"][0, 0] = -np.inf
-        weights["model.embed_tokens.weight"][399, 5] = np.inf
+    def change(params):
+        params["layers"]["w_up"][1, 7, 3:6] = np.nan
+        params["layers"]["w_up"][1, 0, 0] = -np.inf
+        params["embed"][399, 5] = np.inf
 
     result = damaged(change)
     (problem,) = result.problems
@@ -251,10 +230,9 @@ def test_numbers_that_are_not_finite_are_counted_and_spoil_nothing_else(damaged,
 
 
 def test_a_layer_of_zeros_is_named(damaged):
-    def change(weights):
-        for name, tensor in weights.items():
-            if name.startswith("model.layers.2."):
-                tensor[:] = 0
+    def change(params):
+        for stack in params["layers"].values():
+            stack[2] = 0
 
     zeros = damaged(change).problems[0]
     assert "nothing but zeros" in zeros
@@ -263,10 +241,9 @@ def test_a_layer_of_zeros_is_named(damaged):
 
 
 def test_swapped_layers_show_in_the_perplexity_which_is_reported_and_not_judged(damaged, whole):
-    def change(weights):
-        for name in [name for name in weights if name.startswith("model.layers.0.")]:
-            other = name.replace("layers.0", "layers.3")
-            weights[name], weights[other] = weights[other], weights[name]
+    def change(params):
+        for stack in params["layers"].values():
+            stack[[0, 3]] = stack[[3, 0]]
 
     result = damaged(change)
     assert result.passed
@@ -284,7 +261,7 @@ def test_another_models_tokenizer(model, tmp_path):
 
 
 def test_an_untrained_model_computes_rightly(tmp_path):
-    config = dataclasses.replace(CONFIG, vocab_size=BytesTokenizer.vocab_size, max_seq_len=256)
+    config = dataclasses.replace(CONFIG, vocab_size=BytesTokenizer.vocab_size)
     save(LanguageModel(config, random_params(config, 0), BytesTokenizer()), tmp_path / "run")
     result = verify_checkpoint(tmp_path / "run")
     assert result.passed
@@ -302,50 +279,40 @@ def test_the_figures_are_sums_over_the_text(folder, whole):
 
 
 def test_an_absurd_loss_is_the_largest_perplexity(damaged):
-    def change(weights):
-        weights["lm_head.weight"] *= -1e6
+    def change(params):
+        params["lm_head"] *= -1e6
 
     result = damaged(change)
     assert 1e300 < result.perplexity < np.inf
     assert np.isfinite(result.bits_per_byte)
 
 
-def test_too_few_rows_for_the_tokenizer(folder, tmp_path):
-    shutil.copytree(folder, tmp_path / "hf")
-    fields = json.loads((tmp_path / "hf" / "config.json").read_text())
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(fields | {"vocab_size": 300}))
-    weights = load_file(tmp_path / "hf" / "model.safetensors")
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        weights[name] = weights[name][:300].copy()
-    save_file(weights, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+def test_too_few_rows_for_the_tokenizer(model, tmp_path):
+    config = dataclasses.replace(CONFIG, vocab_size=300)
+    few = dataclasses.replace(model, config=config, params=random_params(config, 0))
+    save(few, tmp_path / "hf", "hf")
     with pytest.raises(JllamaError, match="400 tokens but the embedding has 300 rows"):
         verify_checkpoint(tmp_path / "hf")
-
-
-def test_no_such_checkpoint(tmp_path):
-    with pytest.raises(JllamaError, match="there is no checkpoint"):
-        verify_checkpoint(tmp_path / "nothing")
 
 
 # The text
 
 
-@pytest.mark.parametrize("text", ["", " \n"])
-def test_an_empty_text_is_refused(folder, text):
-    with pytest.raises(UsageError, match="the text is empty"):
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("", UsageError, "the text is empty"),
+        (" \n", UsageError, "the text is empty"),
+        ("a\ud800b", JllamaError, "lone surrogate"),
+    ],
+)
+def test_a_text_without_words_is_refused(folder, text, error, message):
+    with pytest.raises(error, match=message):
         verify_checkpoint(folder, text)
 
 
-def test_what_is_not_text_is_refused(folder):
-    with pytest.raises(JllamaError, match="lone surrogate"):
-        verify_checkpoint(folder, "a\ud800b")
-
-
-@pytest.mark.parametrize(
-    "text", ["xylophone", "import numpy as np\n\n" * 3 + "print(np.arange(10) @ np.eye(5))\n" * 5]
-)
-def test_no_text_is_judged(folder, whole, text):
-    result = verify_checkpoint(folder, text)
+def test_no_text_is_judged(folder, whole):
+    result = verify_checkpoint(folder, "print(np.arange(10) @ np.eye(5))\n" * 9)
     assert result.passed
     assert result.perplexity > 2 * whole.perplexity
 
@@ -400,12 +367,11 @@ def test_the_first_wrong_layer_is_named(folder, model, tmp_path, monkeypatch):
         doubled = jnp.where(weights["attn_norm"][0] == marked, 1.001, 1.0)
         return right(config, weights | {"wo": doubled * weights["wo"]})
 
-    copy = tmp_path / "hf"  # of another configuration, so that nothing compiled is used again
-    save(
-        dataclasses.replace(model, config=dataclasses.replace(CONFIG, max_seq_len=127)), copy, "hf"
-    )
+    # Of another configuration, so that no compiled layer is used again.
+    config = dataclasses.replace(CONFIG, rope_theta=10_001.0)
+    save(dataclasses.replace(model, config=config), tmp_path / "hf", "hf")
     monkeypatch.setattr(layerwise, "build_layer", wrong_in_layer_2)
-    result = verify_checkpoint(copy)
+    result = verify_checkpoint(tmp_path / "hf")
     assert result.first_divergent_layer == 2
     assert [error < TOLERANCE for error in result.layer_errors] == [True, True, False, True]
     assert "1 of 4 layers" in result.problems[0]
@@ -419,14 +385,12 @@ def test_a_wrong_number_shows_in_the_layers(monkeypatch, changed):
         dataclasses.replace(TINY, head_dim=64), embed_std=0.05, query_gain=2.0
     )
     right = layerwise._layer
-    monkeypatch.setattr(
-        layerwise,
-        "_layer",
-        lambda weights, x, config, index: right(
-            weights, x, dataclasses.replace(config, **changed), index
-        ),
-    )
-    assert run_layerwise(checkpoint, list(range(64))).layer_errors[0] > 30 * TOLERANCE
+
+    def wrong(weights, x, config, index):
+        return right(weights, x, dataclasses.replace(config, **changed), index)
+
+    monkeypatch.setattr(layerwise, "_layer", wrong)
+    assert run_layerwise(checkpoint, TOKENS).layer_errors[0] > 30 * TOLERANCE
 
 
 def test_a_massive_activation_hides_no_error():
@@ -455,56 +419,30 @@ def test_the_error_of_an_update():
 # The configuration
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_released_llama_is_ordinary(name):
-    assert PRESETS[nearest_preset(PRESETS[name])] == PRESETS[name]
-    assert config_findings(PRESETS[name]) == []
+def test_a_released_llama_is_ordinary():
+    for config in PRESETS.values():
+        assert PRESETS[nearest_preset(config)] == config
+        assert config_findings(config) == []
+
+
+LLAMA3 = "llama3, factor {}, from 8,192 tokens"
 
 
 @pytest.mark.parametrize(
-    ("name", "changed", "sentence"),
+    ("name", "field", "value", "shown", "usual"),
     [
-        (
-            "llama3.2-1b",
-            {"rope_scaling": None},
-            "rope_scaling is absent; llama3.2-1b, of the same shape, "
-            "has llama3, factor 32, from 8,192 tokens",
-        ),
-        (
-            "llama3.1-8b",
-            {"rope_scaling": None},
-            "rope_scaling is absent; llama3.1-8b, of the same shape, "
-            "has llama3, factor 8, from 8,192 tokens",
-        ),
-        (
-            "llama2-7b",
-            {"norm_eps": 1e-6},
-            "norm_eps is 1e-06; llama2-7b, of the same shape, has 1e-05",
-        ),
-        (
-            "llama2-13b",
-            {"vocab_size": 32_001},
-            "vocab_size is 32,001; llama2-13b, of the same shape, has 32,000",
-        ),
-        (
-            "smollm2-135m",
-            {"rope_theta": 1e4},
-            "rope_theta is 10,000; smollm2-135m, of the same shape, has 100,000",
-        ),
-        (
-            "llama3.2-3b",
-            {"tie_embeddings": False},
-            "tie_embeddings is false; llama3.2-3b, of the same shape, has true",
-        ),
-        (
-            "stories-15m",
-            {"max_seq_len": 512},
-            "max_seq_len is 512; stories-15m, of the same shape, has 256",
-        ),
+        ("llama3.2-1b", "rope_scaling", None, "absent", LLAMA3.format(32)),
+        ("llama3.1-8b", "rope_scaling", None, "absent", LLAMA3.format(8)),
+        ("llama2-7b", "norm_eps", 1e-6, "1e-06", "1e-05"),
+        ("llama2-13b", "vocab_size", 32_001, "32,001", "32,000"),
+        ("smollm2-135m", "rope_theta", 1e4, "10,000", "100,000"),
+        ("llama3.2-3b", "tie_embeddings", False, "false", "true"),
+        ("stories-15m", "max_seq_len", 512, "512", "256"),
     ],
 )
-def test_a_field_that_a_released_llama_has_otherwise(name, changed, sentence):
-    assert config_findings(dataclasses.replace(PRESETS[name], **changed)) == [sentence]
+def test_a_field_that_a_released_llama_has_otherwise(name, field, value, shown, usual):
+    sentence = f"{field} is {shown}; {name}, of the same shape, has {usual}"
+    assert config_findings(dataclasses.replace(PRESETS[name], **{field: value})) == [sentence]
 
 
 def test_unusual_fields_of_an_own_shape():

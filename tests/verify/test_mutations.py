@@ -39,9 +39,8 @@ RELATIVES = {
     )
 }
 """Those with options that a Llama does not have, and a Llama."""
-PLAIN = implementation_of(
-    jllama.model
-)  # nothing compiled: each planted copy would be, for each variant
+# Nothing is compiled: each planted copy would be, for each variant.
+PLAIN = implementation_of(jllama.model)
 
 
 @pytest.fixture(scope="module")
@@ -53,14 +52,12 @@ def folder(tmp_path_factory):
 def run_conformance(implementation, folder, formats, variants=VARIANTS):
     """Return the rows and columns that pass, and those that fail by far more than rounding."""
     checks = conformance_checks(implementation, folder)
-    results = list(
-        run_checks(check for check in checks if check.row in variants and check.column in formats)
-    )
+    checks = [check for check in checks if check.row in variants and check.column in formats]
+    results = list(run_checks(checks))
     passed = {(result.row, result.column) for result in results if result.passed}
     failed = {(result.row, result.column) for result in results if result.ratio >= VISIBLE}
-    assert len(passed) + len(failed) == len(results), [
-        result for result in results if result.problem
-    ]
+    problems = [result for result in results if result.problem]
+    assert len(passed) + len(failed) == len(results), problems
     return passed, failed
 
 
@@ -76,12 +73,11 @@ def test_a_planted_mistake_is_red_where_it_matters_and_nowhere_else(mutation, fo
     is_of_llamas = any(map(mutation.applies, VARIANTS.values()))
     variants = VARIANTS if is_of_llamas else RELATIVES
     _, red = run_conformance(planted(mutation), folder, [file_format], variants)
-    holding = {
-        name: config
+    concerned = {
+        name
         for name, config in variants.items()
-        if FORMAT_WRITERS[file_format].holds(config)
+        if FORMAT_WRITERS[file_format].holds(config) and mutation.applies(config)
     }
-    concerned = {name for name, config in holding.items() if mutation.applies(config)}
     assert red == {(name, file_format) for name in concerned}
     assert concerned
 
@@ -89,28 +85,31 @@ def test_a_planted_mistake_is_red_where_it_matters_and_nowhere_else(mutation, fo
 # Three mistakes as they were made
 
 
-def test_theta_never_passed_to_rope(folder):
+def without_theta(config):
     """A model that has RoPE's base as a default argument, and never hands it on."""
+    return dataclasses.replace(config, rope_theta=10_000.0)
 
+
+def with_factor_8(config):
+    """A model made for Llama 3.1, given Llama 3.2."""
+    scaling = config.rope_scaling and dataclasses.replace(config.rope_scaling, factor=8.0)
+    return dataclasses.replace(config, rope_scaling=scaling)
+
+
+@pytest.mark.parametrize(
+    ("change", "rows"),
+    [
+        (without_theta, {"Code Llama", "Llama 3.1", "Llama 3.2 tied"}),
+        (with_factor_8, {"Llama 3.2 tied", "linear x4", "dynamic x4", "yarn x32"}),
+    ],
+)
+def test_frequencies_of_another_configuration(folder, change, rows):
     model = model_with()
-    vars(model)["rope_frequencies"] = lambda config, seq_len=0: rope_frequencies(
-        dataclasses.replace(config, rope_theta=10_000.0), seq_len
+    vars(model)["rope_frequencies"] = lambda config, *length: rope_frequencies(
+        change(config), *length
     )
     _, red = run_conformance(implementation_of(model), folder, [HALF_SPLIT])
-    assert {row for row, _ in red} == {"Code Llama", "Llama 3.1", "Llama 3.2 tied"}
-
-
-def test_a_factor_fixed_at_8(folder):
-    """A model made for Llama 3.1, given Llama 3.2."""
-
-    def with_8(config, seq_len=0):
-        scaling = config.rope_scaling and dataclasses.replace(config.rope_scaling, factor=8.0)
-        return rope_frequencies(dataclasses.replace(config, rope_scaling=scaling), seq_len)
-
-    model = model_with()
-    vars(model)["rope_frequencies"] = with_8
-    _, red = run_conformance(implementation_of(model), folder, [HALF_SPLIT])
-    assert {row for row, _ in red} == {"Llama 3.2 tied", "linear x4", "dynamic x4", "yarn x32"}
+    assert {row for row, _ in red} == rows
 
 
 @pytest.mark.parametrize("variant", ["Llama 2 grouped", "Llama 3.1"])
