@@ -31,20 +31,14 @@ from jllama.verify.equalities import (
     train_briefly,
 )
 
-REFUSED = [
-    MeshConfig(3, 1, 1),
-    MeshConfig(0, 1, 3),
-    MeshConfig(0, 16, 1),
-    MeshConfig(2, 1, 4),
-    MeshConfig(1, 1, 8),
-]
+REFUSED = [(3, 1, 1), (0, 1, 3), (0, 16, 1), (2, 1, 4), (1, 1, 8)]
 MATRICES = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
 TOKENS = np.random.default_rng(0).integers(0, 64, (8, 16))
 
 
 def refusal(sizes):
     try:
-        state_sharding(make_mesh(sizes), CONFIG, abstract_params(CONFIG))
+        state_sharding(make_mesh(MeshConfig(*sizes)), CONFIG, abstract_params(CONFIG))
     except UsageError as error:
         return str(error)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 from models import FAMILIES, LONG, SMALL, decode_params, params, weights
@@ -65,13 +66,15 @@ def expected(config, tokens, segments):
     ids=["training, yarn, packed", "decoding, plain"],
 )
 def test_every_activation_is_the_oracles(layout, config, segments):
-    model = LanguageModel(config, layout(SMALL))
-    captured = model.capture(TOKENS, NAMES, segments)
+    """In float64, but for RoPE's tables."""
+    with jax.enable_x64(True):
+        model = LanguageModel(config, layout(SMALL, "float64"))
+        captured = jax.device_get(model.capture(TOKENS, NAMES, segments))
     assert [*captured] == NAMES
     for row in range(len(TOKENS)):
         own = np.ones(LENGTH) if segments is None else segments[row]
         for name, value in expected(config, TOKENS[row], own).items():
-            assert relative_error(captured[name][row], value) < 1e-5, name
+            assert relative_error(captured[name][row], value) < 1e-6, name
 
 
 def test_what_is_captured_makes_the_logits():
@@ -89,7 +92,7 @@ def test_what_is_captured_makes_the_logits():
         before = captured[f"layers/{number}"]
         shares = captured[f"layers/{number}/attention_weights"]
         assert shares.shape == (2, config.num_heads, LENGTH, LENGTH)
-        np.testing.assert_allclose(shares.sum(axis=-1), 1, rtol=1e-5)
+        np.testing.assert_allclose(shares.sum(axis=-1), 1, rtol=1e-6)
         is_seen = (distances >= 0) & (distances < (kind.window or LENGTH))
         assert np.all((shares > 0) == is_seen)
     logits = captured["final_norm"] @ np.float64(weights(config)["lm_head"])

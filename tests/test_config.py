@@ -42,13 +42,6 @@ def test_derived_sizes(head_dim, kv_heads, group):
     assert (grouped.num_kv_heads, grouped.head_dim) == (kv_heads, head_dim)
 
 
-def test_given_sizes_are_kept():
-    # Neither embed_dim / num_heads nor the rule: heads wider than the residual stream, as published
-    # models have.
-    config = LlamaConfig(embed_dim=100, num_heads=6, num_kv_heads=2, head_dim=64, mlp_dim=7)
-    assert (config.num_kv_heads, config.head_dim, config.mlp_dim) == (2, 64, 7)
-
-
 @given(
     config=st.builds(
         LlamaConfig,

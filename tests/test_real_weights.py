@@ -4,7 +4,6 @@ the last token.
 Marked ``real_weights``; ``python tests/fetch_real_weights.py`` fetches the file.
 """
 
-import io
 import json
 import shutil
 import subprocess
@@ -22,7 +21,6 @@ from safetensors.numpy import load_file, save_file
 
 import jllama
 from jllama.checkpoints.registry import convert, open_checkpoint
-from jllama.commands import cli
 from jllama.conversation import chat_ids
 from jllama.evaluation.scoring import score_texts
 from jllama.generation.generate import generate
@@ -161,14 +159,6 @@ def test_conversations_are_those_of_transformers(model, peer_tokenizer, system):
                 messages[:count], add_generation_prompt=prompt, return_dict=False
             )
             assert chat_ids(model, messages[:count], add_generation_prompt=prompt) == list(theirs)
-
-
-def test_a_conversation_in_the_terminal(gguf, capfd, monkeypatch):
-    """It knows what was said before."""
-    monkeypatch.setattr("sys.stdin", io.StringIO("What is the capital of France?\nAnd of Italy?\n"))
-    assert cli.run("chat", [str(gguf), "--temperature", "0"]) == 0
-    france, italy = capfd.readouterr().out.splitlines()
-    assert ("Paris" in france, "Rome" in italy) == (True, True)
 
 
 def test_guessed_tokens_change_nothing(model, prompts):

@@ -1,8 +1,6 @@
 """Frequencies against the oracle; names and fields as configurations and run folders have them."""
 
 import dataclasses
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -173,11 +171,3 @@ def test_a_run_folder_of_jllama_0_1_is_read(name):
 def test_a_mapping_that_is_no_scaling_is_refused_in_one_sentence(fields, message):
     with pytest.raises(UsageError, match=message):
         LlamaConfig(rope_scaling=fields)
-
-
-def test_options_are_read_without_jax_and_numpy():
-    program = "import jllama.config, sys; print(sorted({'jax', 'numpy'} & sys.modules.keys()))"
-    assert (
-        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout
-        == "[]\n"
-    )

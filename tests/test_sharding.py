@@ -24,17 +24,12 @@ CONFIG = LlamaConfig(
     mlp_dim=48,
     max_seq_len=16,
 )
-SPLIT = {  # which axes each mesh halves, or takes an eighth of; rows of a device
+HALVES = dict.fromkeys(("embed", "vocab", "heads", "kv_heads", "mlp"), 2)
+SPLIT = {  # how many ways each mesh splits axes, and a device's rows
     "data=8": ({}, 1),
     "fsdp=8": ({"embed": 8, "mlp": 8, "vocab": 8}, 1),
-    "data=2 fsdp=2 tensor=2": (
-        {"embed": 2, "vocab": 2, "heads": 2, "kv_heads": 2, "mlp": 2},
-        2,
-    ),
-    "fsdp=2 tensor=2 sequence=2": (
-        {"embed": 2, "vocab": 2, "heads": 2, "kv_heads": 2, "mlp": 2},
-        4,
-    ),
+    "data=2 fsdp=2 tensor=2": (HALVES, 2),
+    "fsdp=2 tensor=2 sequence=2": (HALVES, 4),
 }
 
 
