@@ -10,7 +10,8 @@ TOLERANCE = 1e-5
 
 @pytest.fixture(scope="module")
 def report():
-    return run_on_eight_devices("curves_on_eight_devices.py")
+    result, _ = run_on_eight_devices("curves_on_eight_devices.py")
+    return result
 
 
 @pytest.mark.slow
