@@ -1,6 +1,7 @@
 """A judge that we did not write: transformers' LlamaForCausalLM on the same weights."""
 
 import dataclasses
+from unittest import mock
 
 import jax
 import numpy as np
@@ -180,8 +181,11 @@ lengths = st.sampled_from([512, 4096, 8192, 32_768])
 
 
 def their_frequencies(config, seq_len=None):
+    """Their formula in float64; in float32, as they run it, it is off by up to 6e-7."""
     initialize = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[config.rope_scaling.type]
-    frequencies, factor = initialize(their_config(config), None, seq_len=seq_len)
+    with mock.patch.multiple(torch, float=torch.float64, float32=torch.float64):
+        frequencies, factor = initialize(their_config(config), None, seq_len=seq_len)
+    assert frequencies.dtype == torch.float64
     return frequencies.numpy(), factor
 
 
@@ -199,7 +203,7 @@ def test_yarn_frequencies_and_attention_factor_equal_transformers(
     scaling = YarnScaling(factor, original_max_seq_len=original, beta_fast=fast, beta_slow=slow)
     config = dataclasses.replace(BASE, head_dim=head_dim, rope_theta=theta, rope_scaling=scaling)
     frequencies, attention_factor = their_frequencies(config)
-    np.testing.assert_allclose(rope_frequencies(config), frequencies, rtol=1e-6)
+    np.testing.assert_allclose(rope_frequencies(config), frequencies, rtol=1e-12)
     assert scaling.attention_factor == pytest.approx(attention_factor, rel=1e-14)
 
 
@@ -216,4 +220,4 @@ def test_dynamic_frequencies_equal_transformers(head_dim, theta, factor, origina
         BASE, head_dim=head_dim, rope_theta=theta, max_seq_len=original, rope_scaling=scaling
     )
     frequencies, _ = their_frequencies(config, seq_len)
-    np.testing.assert_allclose(rope_frequencies(config, seq_len), frequencies, rtol=1e-6)
+    np.testing.assert_allclose(rope_frequencies(config, seq_len), frequencies, rtol=1e-12)
