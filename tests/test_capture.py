@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 from models import FAMILIES, LONG, SMALL, decode_params, params, weights
@@ -66,15 +65,13 @@ def expected(config, tokens, segments):
     ids=["training, yarn, packed", "decoding, plain"],
 )
 def test_every_activation_is_the_oracles(layout, config, segments):
-    """In float64, but for RoPE's tables."""
-    with jax.enable_x64(True):
-        model = LanguageModel(config, layout(SMALL, "float64"))
-        captured = jax.device_get(model.capture(TOKENS, NAMES, segments))
+    model = LanguageModel(config, layout(SMALL))
+    captured = model.capture(TOKENS, NAMES, segments)
     assert [*captured] == NAMES
     for row in range(len(TOKENS)):
         own = np.ones(LENGTH) if segments is None else segments[row]
         for name, value in expected(config, TOKENS[row], own).items():
-            assert relative_error(captured[name][row], value) < 1e-6, name
+            assert relative_error(captured[name][row], value) < 2e-6, name
 
 
 def test_what_is_captured_makes_the_logits():
