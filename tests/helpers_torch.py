@@ -10,15 +10,8 @@ from tuning import KINDS, STEPS
 from jllama.parameters import as_matrix, tensor_specs
 from jllama.training.optimizer import learning_rate_at
 
-NAMES = {
-    **{
-        "wq": "self_attn.q_proj",
-        "wk": "self_attn.k_proj",
-        "wv": "self_attn.v_proj",
-        "wo": "self_attn.o_proj",
-    },
-    **{"w_gate": "mlp.gate_proj", "w_up": "mlp.up_proj", "w_down": "mlp.down_proj"},
-}
+NAMES = {name: f"self_attn.{name[1]}_proj" for name in ("wq", "wk", "wv", "wo")}
+NAMES |= {f"w_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
 """What transformers calls each matrix of a layer."""
 
 
@@ -62,9 +55,8 @@ def their_tuning(kind, architecture):
         for index, layer in enumerate(layers):
             module = layer.get_submodule(NAMES[name])
             copied = [(module.lora_A, part["a"][index].T), (module.lora_B, part["b"][index].T)]
-            copied += (
-                [(module.lora_magnitude_vector, part["magnitude"][index])] if lora.dora else []
-            )
+            if lora.dora:
+                copied.append((module.lora_magnitude_vector, part["magnitude"][index]))
             for holder, values in copied:
                 holder["default"].weight.data = torch.tensor(values.copy())
     return model
@@ -92,17 +84,10 @@ def their_loss(model, rows):
 def their_losses(model, batches, loss_of=their_loss, optimizer=tuning.OPTIMIZER):
     """Losses of steps with AdamW, the gradient clipped to a global norm, matrices alone decayed."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    is_decayed = [parameter.ndim > 1 for parameter in trained]
-    groups = [
-        {
-            "params": [p for p, is_one in zip(trained, is_decayed, strict=True) if is_one],
-            "weight_decay": 0.1,
-        },
-        {
-            "params": [p for p, is_one in zip(trained, is_decayed, strict=True) if not is_one],
-            "weight_decay": 0.0,
-        },
-    ]
+    groups = []
+    for is_matrix, decay in ((True, 0.1), (False, 0.0)):
+        members = [parameter for parameter in trained if (parameter.ndim > 1) == is_matrix]
+        groups.append({"params": members, "weight_decay": decay})
     betas = optimizer.beta1, optimizer.beta2
     adamw = torch.optim.AdamW(groups, betas=betas, eps=optimizer.epsilon)
     losses = []

@@ -106,6 +106,8 @@ FAMILIES = {
 }
 """A model of each family, and one with all options; windows are shorter than any text."""
 
+laid_out = jax.jit(decode_layout, static_argnums=(1, 2, 3))
+"""``decode_layout`` as one program."""
 forward, extend = compiled_jllama().forward, compiled_jllama().extend
 """``forward(config, params, tokens, ...)`` and ``extend(config, decode_params, tokens, cache,
 counts)``."""
@@ -133,7 +135,7 @@ def params(config, dtype="float32"):
 @functools.cache
 def decode_params(config, dtype="float32", quantize=None):
     """The same in the layout for decoding."""
-    return decode_layout(params(config, dtype), config, quantize)
+    return laid_out(params(config, dtype), config, quantize)
 
 
 @functools.cache

@@ -1,14 +1,16 @@
-"""Run by test_mesh.py in a process of its own: sharded against one device, and what is where, as
-JSON on stdout.
+"""Sharded against one device, and what is where, as JSON on stdout.
+
+``test_sharding.py`` runs it in a process of its own.
 """
 
+import functools
 import json
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
+from test_sharding import CONFIG
 
-from jllama.config import LlamaConfig
 from jllama.data.batches import text_batch
 from jllama.errors import UsageError
 from jllama.model import abstract_params
@@ -29,38 +31,23 @@ from jllama.verify.equalities import (
     train_briefly,
 )
 
-CONFIG = LlamaConfig(
-    vocab_size=64,
-    num_layers=2,
-    embed_dim=32,
-    num_heads=4,
-    num_kv_heads=2,
-    mlp_dim=48,
-    max_seq_len=16,
-)
-REFUSED = [
-    MeshConfig(3, 1, 1),
-    MeshConfig(0, 1, 3),
-    MeshConfig(0, 16, 1),
-    MeshConfig(2, 1, 4),
-    MeshConfig(1, 1, 8),
-]
+REFUSED = [(3, 1, 1), (0, 1, 3), (0, 16, 1), (2, 1, 4), (1, 1, 8)]
 MATRICES = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
 TOKENS = np.random.default_rng(0).integers(0, 64, (8, 16))
 
 
 def refusal(sizes):
     try:
-        state_sharding(make_mesh(sizes), CONFIG, abstract_params(CONFIG))
+        state_sharding(make_mesh(MeshConfig(*sizes)), CONFIG, abstract_params(CONFIG))
     except UsageError as error:
         return str(error)
 
 
+@functools.cache
 def trained_by_muon(mesh):
     """The state after three steps on random tokens, and each step's loss."""
-    optimizer = OptimizerConfig(
-        "muon", learning_rate=3e-2, epsilon=1e-2
-    )  # as large as in ``short_training``
+    # Epsilon is as large as in ``short_training``.
+    optimizer = OptimizerConfig("muon", learning_rate=3e-2, epsilon=1e-2)
     config = TrainConfig(CONFIG, optimizer=optimizer, training=LoopConfig(steps=3, dtype="float32"))
     training, losses = compile_training(config, mesh), []
     state = training.init(jax.random.key(0))
@@ -89,6 +76,7 @@ def wrong_on_the_last_device(config, params, tokens):
     return logits.at[-1].set(logits[0]) if len(tokens.sharding.device_set) > 1 else logits
 
 
+@functools.cache
 def selected(mesh):
     """Weights of which some layers of some parameters have been trained, and their running mean."""
     training = short_training(
@@ -98,24 +86,25 @@ def selected(mesh):
     return jax.tree.map(np.array, (state.params, state.average, training.weights(state)))
 
 
+@functools.cache
+def initial(mesh):
+    """The parameters before the first step."""
+    state = short_training(CONFIG, mesh).init(jax.random.key(0))
+    return jax.tree.map(np.array, state.params)
+
+
 def main():
     implementation, params = compiled_jllama(), random_params(CONFIG, 0)
     wrong = implementation._replace(forward=wrong_on_the_last_device)
+    right_case, wrong_case = (
+        Case(code, CONFIG, params, TOKENS) for code in (implementation, wrong)
+    )
     report = {"refused": [refusal(sizes) for sizes in REFUSED]}
     for name, sizes in MESHES.items():
-        (one, _), (eight, _) = (
-            train_briefly(CONFIG, mesh) for mesh in one_and_eight_devices(sizes)
-        )
-        starts = [
-            short_training(CONFIG, mesh).init(jax.random.key(0))
-            for mesh in one_and_eight_devices(sizes)
-        ]
-        initial = [jax.tree.map(np.array, start.params) for start in starts]
-        mesh = one_and_eight_devices(sizes)[1]
-        batch = jax.device_put(TOKENS, NamedSharding(mesh, BATCH))
-        (by_one, losses_of_one), (by_eight, losses) = map(
-            trained_by_muon, one_and_eight_devices(sizes)
-        )
+        meshes = one_and_eight_devices(sizes)
+        (one, _), (eight, _) = (train_briefly(CONFIG, mesh) for mesh in meshes)
+        batch = jax.device_put(TOKENS, NamedSharding(meshes[1], BATCH))
+        (by_one, losses_of_one), (by_eight, losses) = map(trained_by_muon, meshes)
         states = by_eight.opt_state[1][0].inner_states
         momentum = states["muon"].inner_state.trace["layers"]
         report[name] = {
@@ -123,17 +112,15 @@ def main():
                 distance(by_eight.params, by_one.params), distance(losses, losses_of_one)
             ),
             "momentum_shards": shards({"layers": {each: momentum[each] for each in MATRICES}}),
-            "error": sharded_error(Case(implementation, CONFIG, params, TOKENS), sizes),
-            "wrong_error": sharded_error(Case(wrong, CONFIG, params, TOKENS), sizes),
-            "training_error": sharded_training_error(
-                Case(implementation, CONFIG, params, TOKENS), sizes
-            ),
-            "initial_error": distance(*initial),
-            "moved": distance(initial[0], one.params),
+            "error": sharded_error(right_case, sizes),
+            "wrong_error": sharded_error(wrong_case, sizes),
+            "training_error": sharded_training_error(right_case, sizes),
+            "initial_error": distance(*map(initial, meshes)),
+            "moved": distance(initial(meshes[0]), one.params),
             "rows": sorted({shard.data.shape[0] for shard in batch.addressable_shards}),
             "shards": shards(eight.params),
             "moment_shards": shards(eight.opt_state[1][0].mu),
-            "selected_error": distance(*(selected(mesh) for mesh in one_and_eight_devices(sizes))),
+            "selected_error": distance(*map(selected, meshes)),
             "devices": [len(run.params["embed"].sharding.device_set) for run in (one, eight)],
         }
     print(json.dumps(report))

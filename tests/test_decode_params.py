@@ -1,33 +1,22 @@
 """A model laid out for decoding: the same logits; in eight bits, those of the rounded weights."""
 
+import dataclasses
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import slow_but
-from models import FAMILIES, family_weights, forward
+from models import FAMILIES, SMALL, decode_params, family_weights, forward, laid_out, params
 
 from jllama import oracle
-from jllama.config import LlamaConfig
-from jllama.decode_params import decode_layout
 from jllama.functional import DecodeMatrix
 from jllama.generation.generate import completions
 from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.language_model import LanguageModel
-from jllama.model import build_model
 from jllama.parameters import PARAMETERS, joined_groups, shape_of
-from jllama.verify.checks import random_params
+from jllama.verify.checks import relative_error
 
-SIZES = {
-    "vocab_size": 61,
-    "num_layers": 2,
-    "embed_dim": 64,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "max_seq_len": 64,
-}
+TIED = dataclasses.replace(SMALL, tie_embeddings=True)
 
 
 def taken_apart(params, config):
@@ -46,77 +35,58 @@ def taken_apart(params, config):
     return params.weights | {"layers": layers}
 
 
-@pytest.mark.parametrize("joins", [False, True])
 @pytest.mark.parametrize(
-    "config",
-    [
-        *(
-            LlamaConfig(**SIZES, head_dim=32, mlp_dim=96, tie_embeddings=tied)
-            for tied in (False, True)
-        ),
-        FAMILIES["all at once"],
-    ],
-    ids=["llama", "tied", "all options"],
+    ("config", "joins"),
+    [(TIED, False), (FAMILIES["all at once"], True)],
+    ids=["tied, apart", "all options, joined"],
 )
 def test_logits_are_those_of_the_rounded_weights(config, joins):
-    tied, layers = config.tie_embeddings, range(config.num_layers)
-    weights = random_params(config, 0)
-    params = decode_layout(jax.tree.map(jnp.asarray, weights), config, "int8", joins)
-    apart = taken_apart(params, config)
-    assert (apart["layers"]["0"].keys() == params.weights["layers"]["0"].keys()) == (not joins)
+    weights = jax.device_get(params(config))
+    layout = laid_out(params(config), config, "int8", joins)
+    apart = jax.device_get(taken_apart(layout, config))
+    assert (apart["layers"]["0"].keys() == layout.weights["layers"]["0"].keys()) == (not joins)
     leaves = jax.tree.leaves(apart, is_leaf=lambda leaf: isinstance(leaf, DecodeMatrix))
-    assert sum(isinstance(leaf, DecodeMatrix) for leaf in leaves) == 7 * len(layers) + (
-        1 if tied else 2
-    )
+    num_tables = 1 if config.tie_embeddings else 2
+    num_matrices = sum(isinstance(leaf, DecodeMatrix) for leaf in leaves)
+    assert num_matrices == 7 * config.num_layers + num_tables
 
-    def rounded(leaf, number, name):
+    def rounded(leaf, name, matrix):
         """What the matrix stands for, in the oracle's shape."""
-        matrix = apart["layers"][number][name] if number else apart[name]
         if not isinstance(matrix, DecodeMatrix):
             return leaf
-        outputs_first = (
-            np.asarray(matrix.values, np.float64) * np.asarray(matrix.scale, np.float64)[:, None]
-        )
+        outputs_first = np.float64(matrix.values) * np.float64(matrix.scale)[:, None]
         return (outputs_first if name == "embed" else outputs_first.T).reshape(leaf.shape)
 
-    tokens = np.arange(12)[None]
     expected_params = {
-        name: rounded(leaf, None, name) for name, leaf in weights.items() if name != "layers"
+        name: rounded(leaf, name, apart[name]) for name, leaf in weights.items() if name != "layers"
     }
     expected_params["layers"] = {
-        name: np.stack([rounded(stack[i], str(i), name) for i in layers])
+        name: np.stack(
+            [rounded(leaf, name, apart["layers"][str(i)][name]) for i, leaf in enumerate(stack)]
+        )
         for name, stack in weights["layers"].items()
     }
-    expected = oracle.forward(expected_params, tokens, config)
-    found = jax.jit(lambda params: build_model(config, params)(jnp.asarray(tokens)))(params)
-    assert np.abs(np.asarray(found) - expected).max() < 2e-3 * np.abs(expected).max()
-    exact = oracle.forward(weights, tokens, config)
-    assert 1e-3 < np.abs(np.asarray(found) - exact).max() / np.abs(exact).max() < 0.1
+    tokens = np.arange(12)[None]
+    logits = forward(config, layout, tokens)
+    assert relative_error(logits, oracle.forward(expected_params, tokens, config)) < 2e-3
+    assert 1e-3 < relative_error(logits, oracle.forward(weights, tokens, config)) < 0.1
 
 
-@pytest.mark.parametrize("joins", [False, True])
-@pytest.mark.parametrize("quantize", [None, "int8"])
-def test_decoding(quantize, joins):
-    config = LlamaConfig(**SIZES, head_dim=32, mlp_dim=96)
-    weights = random_params(config, 0)
-    params = decode_layout(jax.tree.map(jnp.asarray, weights), config, quantize, joins)
-    model = LanguageModel(config, params)
+def test_decoding_takes_the_likeliest_tokens_of_a_whole_pass():
+    model = LanguageModel(SMALL, decode_params(SMALL, quantize="int8"))
     ((_, written),) = completions(model, [Prompt([1, 2, 3], SamplingParams(temperature=0.0), 9)])
-    logits = jax.jit(lambda ids: build_model(config, params)(ids))(
-        jnp.array([[1, 2, 3, *written.ids]])
-    )
+    logits = np.asarray(forward(SMALL, model.params, np.array([[1, 2, 3, *written.ids]])))
     assert len(written.ids) == 9
     assert written.ids == np.argmax(logits[0, 2:-1], axis=-1).tolist()
-    if quantize is None:
-        expected = oracle.forward(weights, np.array([[1, 2, 3, *written.ids]]), config)
-        np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", slow_but(["all at once"], FAMILIES))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
 def test_rounding_costs_every_family_what_it_costs_a_llama(name):
     """In logits, relative to their standard deviation."""
     config, weights = FAMILIES[name], family_weights(name)
-    params = decode_layout(jax.tree.map(jnp.asarray, weights), config, "int8")
+    layout = laid_out(weights, config, "int8")
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 24))
-    error = forward(config, params, tokens) - oracle.forward(weights, tokens, config)
-    assert 0.001 < np.std(error) / np.std(oracle.forward(weights, tokens, config)) < 0.05
+    exact = oracle.forward(weights, tokens, config)
+    error = np.asarray(forward(config, layout, tokens)) - exact
+    assert 0.001 < np.std(error) / np.std(exact) < 0.05

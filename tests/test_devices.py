@@ -35,22 +35,20 @@ def test_what_a_program_holds_counts_donated_arguments_once():
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "device", "extra"),
     [
-        (
-            "proc/driver/nvidia/version",
-            "an NVIDIA GPU but JAX sees none: pip install 'jllama[cuda]'",
-        ),
-        ("dev/nvidia0", "an NVIDIA GPU but JAX sees none: pip install 'jllama[cuda]'"),
-        ("dev/accel0", "a TPU but JAX sees none: pip install 'jllama[tpu]'"),
+        ("proc/driver/nvidia/version", "an NVIDIA GPU", "cuda"),
+        ("dev/nvidia0", "an NVIDIA GPU", "cuda"),
+        ("dev/accel0", "a TPU", "tpu"),
     ],
 )
-def test_an_accelerator_that_jax_does_not_see(tmp_path, monkeypatch, path, said):
+def test_an_accelerator_that_jax_does_not_see(tmp_path, monkeypatch, path, device, extra):
     monkeypatch.delenv("JAX_PLATFORMS")
     monkeypatch.delenv("TPU_WORKER_ID", raising=False)
     assert idle_accelerator(tmp_path) is None
     (tmp_path / path).parent.mkdir(parents=True)
     (tmp_path / path).touch()
-    assert said in idle_accelerator(tmp_path)
+    sentence = f"{device} but JAX sees none: pip install 'jllama[{extra}]'"
+    assert sentence in idle_accelerator(tmp_path)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # it is meant
     assert idle_accelerator(tmp_path) is None

@@ -2,30 +2,16 @@
 ids.
 """
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from test_sharding import run_on_eight_devices
 
-SCRIPT = Path(__file__).with_name("curves_on_eight_devices.py")
 TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
 def report():
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(SCRIPT.parents[1]),
-        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8",
-    }
-    done = subprocess.run(
-        [sys.executable, SCRIPT], env=environment, capture_output=True, text=True, timeout=1800
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    result, _ = run_on_eight_devices("curves_on_eight_devices.py")
+    return result
 
 
 @pytest.mark.slow

@@ -5,8 +5,7 @@ Ways of running it that must agree are compared in tests/verify/test_equalities.
 
 import dataclasses
 import functools
-import subprocess
-import sys
+import itertools
 import warnings
 
 import jax
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import models
 import numpy as np
 import pytest
-from helpers import half_split_from_interleaved
+from helpers import slow_but
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import decode_params as unstacked
@@ -27,41 +26,37 @@ from jllama import oracle
 from jllama.config import LlamaConfig
 from jllama.decode_params import decode_layout
 from jllama.errors import UsageError
+from jllama.language_model import LanguageModel
 from jllama.model import KVCache, abstract_params, as_token_ids, build_model, rope_frequencies
 from jllama.parameters import as_matrix, parameter_table
-from jllama.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
+from jllama.rope_scaling import DynamicScaling, Llama3Scaling, YarnScaling
 from jllama.verify import equalities
 from jllama.verify.checks import random_params, relative_error, worst_error
-from jllama.verify.conformance import compile_implementation, compiled_jllama, implementation_of
-from jllama.verify.mutations import interleave_channels, model_with
+from jllama.verify.conformance import compiled_jllama, implementation_of
 
 TOLERANCE = 1e-5
 VISIBLE = 100 * TOLERANCE
 BASE, LONG, SHORT = models.LONG, models.LONG.max_seq_len, 24
 LLAMA_32 = dataclasses.replace(BASE, rope_theta=500_000.0, rope_scaling=Llama3Scaling(32.0))
-YARN = dataclasses.replace(BASE, rope_scaling=YarnScaling(16.0, original_max_seq_len=2048))
 DYNAMIC = dataclasses.replace(BASE, rope_scaling=DynamicScaling(4.0, original_max_seq_len=128))
 TIED = dataclasses.replace(BASE, tie_embeddings=True)
 CONFIGS = {  # that jllama.verify.conformance does not have
-    "head_dim is not embed_dim / num_heads": BASE,
-    "derived sizes": LlamaConfig(
-        vocab_size=97, num_layers=2, embed_dim=128, num_heads=2, max_seq_len=LONG
-    ),
-    "head_dim 80, one layer, eps 1e-6": dataclasses.replace(
-        BASE, head_dim=80, num_layers=1, norm_eps=1e-6
+    "derived sizes, head_dim 80, one layer, eps 1e-6": LlamaConfig(
+        vocab_size=97, num_layers=1, embed_dim=160, num_heads=2, max_seq_len=LONG, norm_eps=1e-6
     ),
     "yarn, every knob": dataclasses.replace(
         BASE, rope_scaling=YarnScaling(4.0, beta_fast=24.0, beta_slow=2.0, attention_factor=1.3)
     ),
-    "dynamic, below its context": DYNAMIC,
     "dynamic, past the context": dataclasses.replace(DYNAMIC, max_seq_len=128),
+    "kinds of layers that do not repeat whole": dataclasses.replace(
+        BASE, num_layers=3, sliding_window=100, full_attention_layers=(1,)
+    ),
 }
 
 rng = np.random.default_rng(0)
 TOKENS = rng.integers(0, BASE.vocab_size, (3, LONG))
 # From zero; spread up to 100,667, so that distances pass 8,192; and neighbors near 100,000.
 POSITIONS = np.stack([np.arange(LONG), 197 * np.arange(LONG), 99_700 + np.arange(LONG)])
-FAR = slice(1, 2)
 
 seeds = st.integers(0, 2**32 - 1)
 tokens_of_rows = st.builds(
@@ -72,21 +67,6 @@ tokens_of_rows = st.builds(
 PLAIN = implementation_of(jllama.model)
 forward_, extend_ = PLAIN.forward, PLAIN.extend
 loss_and_gradients = equalities.loss_and_gradients(compiled_jllama())
-
-
-@functools.cache
-def judged(config):
-    """The oracle's logits of TOKENS at POSITIONS."""
-    return oracle.forward(random_params(config, 0), TOKENS, config, POSITIONS)
-
-
-@functools.cache
-def actual_logits(config):
-    return np.asarray(forward(config, weights(config), TOKENS, None, POSITIONS))
-
-
-def with_layers(params, **changed):
-    return params | {"layers": params["layers"] | changed}
 
 
 def assert_trees_near(actual, expected, tolerance=TOLERANCE):
@@ -101,29 +81,22 @@ def assert_trees_near(actual, expected, tolerance=TOLERANCE):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_equal_the_oracle(name):
     config = CONFIGS[name]
-    assert actual_logits(config).dtype == np.float32
-    assert worst_error(actual_logits(config), judged(config)) < TOLERANCE
+    tokens, positions = TOKENS[:, ::2], POSITIONS[:, ::2]
+    logits = forward(config, weights(config), tokens, None, positions)
+    assert logits.dtype == np.float32
+    expected = oracle.forward(random_params(config, 0), tokens, config, positions)
+    assert worst_error(logits, expected) < TOLERANCE
 
 
-def test_positions_default_to_counting_from_zero():
-    expected = oracle.forward(random_params(BASE, 0), TOKENS[:, :SHORT], BASE)
-    assert relative_error(short_logits(), expected) < TOLERANCE
+@pytest.mark.parametrize("embed_std", [1.0, 0.01])
+def test_positions_default_to_counting_from_zero(embed_std):
+    """With small activations, the norm's epsilon counts."""
+    params = random_params(BASE, 0, embed_std)
+    expected = oracle.forward(params, TOKENS[:, :SHORT], BASE)
+    assert relative_error(forward(BASE, params, TOKENS[:, :SHORT]), expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("eps", [1e-6, 1e-5])
-def test_eps_at_small_activations(eps):
-    config = dataclasses.replace(BASE, norm_eps=eps)
-    params = random_params(config, 0)
-    params["embed"] *= np.float32(1e-2)
-    expected = oracle.forward(params, TOKENS[:, :SHORT], config)
-    assert relative_error(forward(config, params, TOKENS[:, :SHORT]), expected) < TOLERANCE
-    other = oracle.forward(
-        params, TOKENS[:, :SHORT], dataclasses.replace(config, norm_eps=10 * eps)
-    )
-    assert relative_error(other, expected) > VISIBLE
-
-
-@settings(max_examples=15)
+@settings(max_examples=4)
 @given(tokens=tokens_of_rows, seed=seeds)
 def test_any_segments_equal_the_oracle(tokens, seed):
     segments = np.random.default_rng(seed).integers(0, 3, tokens.shape)  # not even contiguous
@@ -160,12 +133,13 @@ def test_gradient_of_every_parameter_equals_differences_of_the_oracle():
 
 
 def test_bfloat16_weights_give_float32_logits_nearby():
-    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights(LLAMA_32))
-    assert jax.eval_shape(functools.partial(forward, LLAMA_32), params, TOKENS).dtype == jnp.float32
-    error = equalities.bfloat16_error(
-        equalities.Case(compiled_jllama(), LLAMA_32, weights(LLAMA_32), TOKENS), POSITIONS
+    tokens, positions = TOKENS[:, :SHORT], POSITIONS[:, -SHORT:]
+    rounded, exact = (
+        forward(LLAMA_32, weights(LLAMA_32, dtype), tokens, None, positions)
+        for dtype in ("bfloat16", "float32")
     )
-    assert 1e-4 < error < equalities.BFLOAT16_TOLERANCE
+    assert rounded.dtype == np.float32
+    assert 1e-4 < worst_error(rounded, exact) < equalities.BFLOAT16_TOLERANCE
 
 
 # Token ids
@@ -181,7 +155,6 @@ WRONG_TOKENS = {
         ids(8),
         r"tokens is int32\[8\]; it must be \[batch, seq\]; for a single row, pass tokens\[None\]",
     ),
-    "a list of numbers": ([1, 2], r"tokens is int64\[2\]; it must be \[batch, seq\]"),
     "a ragged list": ([[1, 2], [3]], "the rows of tokens differ in length: pad them"),
     "nothing": (None, r"tokens is object\[\]; it must be"),
     "past the vocabulary": (ids(2, 8, fill=97), "tokens holds the id 97; this model's are 0 to 96"),
@@ -210,37 +183,17 @@ def test_ids_may_be_a_list_or_any_integers(tokens):
     np.testing.assert_array_equal(as_token_ids(tokens, BASE), np.asarray(tokens))
 
 
-# Without the tests' import hook, which would refuse some of these by their types.
-REFUSED_BY_MODELS = """
-import jax, jax.numpy as jnp, jllama
-
-config = jllama.LlamaConfig(vocab_size=10, num_layers=1, embed_dim=8, num_heads=1, max_seq_len=16)
-params = jllama.initial_params(jax.random.key(0), config)
-unstacked = jllama.build_model(config, jllama.decode_layout(params, config))
-for call in (
-    jllama.LanguageModel(config, params),
-    jllama.build_model(config, params),
-    jllama.build_model(config, params).hidden,
-    lambda tokens: unstacked.decode(tokens, jllama.KVCache.zeros(config, 1, 16), jnp.array([1])),
-):
-    for tokens in (jnp.full((1, 8), 10), jnp.ones((1, 8)), jnp.ones(8, int)):
-        try:
-            call(tokens)
-        except jllama.errors.UsageError as error:
-            print(error)
-"""
-
-
 def test_models_refuse_what_are_not_ids_of_theirs():
-    run = subprocess.run(
-        [sys.executable, "-c", REFUSED_BY_MODELS], capture_output=True, text=True, check=True
-    )
-    sentences = [
-        "tokens holds the id 10; this model's are 0 to 9",
-        "tokens is float32[1, 8]; token ids are integers",
-        "tokens is int32[8]; it must be [batch, seq]; for a single row, pass tokens[None]",
-    ]
-    assert run.stdout.splitlines() == 4 * sentences
+    params, decode = weights(BASE), build_model(BASE, unstacked(BASE)).decode
+    cache = KVCache.zeros(BASE, 1, 16)
+    for call in (
+        LanguageModel(BASE, params),
+        build_model(BASE, params),
+        build_model(BASE, params).hidden,
+        lambda tokens: decode(tokens, cache, jnp.array([1])),
+    ):
+        with pytest.raises(UsageError, match="tokens holds the id 97; this model's are 0 to 96"):
+            call(jnp.full((1, 8), 97))
 
 
 def test_more_tokens_than_the_context_are_refused_also_while_tracing():
@@ -285,7 +238,7 @@ def test_a_model_needs_a_vocabulary():
 def test_an_embedding_that_does_not_fit_the_vocabulary_is_refused(layout):
     """As many rows as there are ids, in both layouts."""
     params = {**weights(models.SMALL), "embed": weights(models.SMALL)["embed"][:50]}
-    params = params if layout == "training" else decode_layout(params, models.SMALL)
+    params = params if layout == "training" else models.laid_out(params, models.SMALL)
     with pytest.raises(UsageError, match="embed has 50 rows, and vocab_size is 61: take the conf"):
         build_model(models.SMALL, params)
 
@@ -317,7 +270,7 @@ def test_remat_does_recompute():
     assert counts[1] > counts[0]
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     tokens=tokens_of_rows,
     position=st.integers(0, SHORT - 1),
@@ -332,7 +285,7 @@ def test_a_token_changes_no_earlier_logits(tokens, position, change):
         assert relative_error(after[row, position], before[row, position]) > VISIBLE
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(tokens=tokens_of_rows, cut=st.integers(1, SHORT - 1), seed=seeds)
 def test_a_document_changes_nothing_in_the_next(tokens, cut, seed):
     segments = np.tile(np.arange(SHORT) >= cut, (3, 1)).astype(np.int32)
@@ -388,28 +341,24 @@ def test_a_row_of_padding_adds_nothing_to_loss_and_gradients():
 # The cache
 
 
-def short_logits():
-    return np.asarray(forward(BASE, weights(BASE), TOKENS[:, :SHORT]))
-
-
-def prefilled_and_decoded(config):
+def prefilled_and_decoded(config, length):
     """Logits of the first row: all tokens but the last at once, then the last one."""
-    cache = KVCache.zeros(config, 1, LONG)
-    first, cache = extend(config, unstacked(config), TOKENS[:1, :-1], cache, jnp.array([LONG - 1]))
-    last, cache = extend(config, unstacked(config), TOKENS[:1, -1:], cache, jnp.array([1]))
+    tokens = TOKENS[:1, :length] % config.vocab_size
+    cache = KVCache.zeros(config, 1, length)
+    first, cache = extend(config, unstacked(config), tokens[:, :-1], cache, np.array([length - 1]))
+    last, cache = extend(config, unstacked(config), tokens[:, -1:], cache, np.array([1]))
     return np.concatenate([first, last], axis=1)
 
 
-@pytest.mark.parametrize("config", [LLAMA_32, YARN, DYNAMIC], ids=["Llama 3.2", "yarn", "dynamic"])
+@pytest.mark.parametrize("config", [LLAMA_32, DYNAMIC], ids=["Llama 3.2", "dynamic"])
 def test_prefill_of_unpadded_prompts_equals_the_oracle_over_512_positions(config):
     expected = oracle.forward(random_params(config, 0), TOKENS[:1], config)
-    assert relative_error(prefilled_and_decoded(config), expected) < TOLERANCE
+    assert relative_error(prefilled_and_decoded(config, LONG), expected) < TOLERANCE
 
 
 def test_the_base_of_dynamic_scaling_goes_by_the_sequence_or_the_context():
-    short = dataclasses.replace(
-        DYNAMIC, max_seq_len=128
-    )  # as a checkpoint's own configuration has it
+    # A checkpoint's own configuration has its own context.
+    short = dataclasses.replace(DYNAMIC, max_seq_len=128)
     plain = rope_frequencies(BASE)
     for seq_len in (0, 100, 128):
         np.testing.assert_array_equal(rope_frequencies(short, seq_len), plain)
@@ -417,14 +366,16 @@ def test_the_base_of_dynamic_scaling_goes_by_the_sequence_or_the_context():
             rope_frequencies(DYNAMIC, seq_len), rope_frequencies(short, LONG)
         )
     assert np.all(rope_frequencies(short, 129)[1:] < plain[1:])
-    few = forward(DYNAMIC, weights(BASE), TOKENS[:1, :SHORT])
-    assert relative_error(few, actual_logits(DYNAMIC)[:1, :SHORT]) < TOLERANCE
 
 
 def test_the_base_of_dynamic_scaling_stays_with_a_cache():
     # The cached keys are turned, so a row that grows past the context keeps the context's base.
-    short = dataclasses.replace(DYNAMIC, max_seq_len=128)
-    np.testing.assert_array_equal(prefilled_and_decoded(short), prefilled_and_decoded(BASE))
+    scaling = DynamicScaling(4.0, original_max_seq_len=16)
+    plain = dataclasses.replace(models.SMALL, num_layers=1, max_seq_len=16)
+    short = dataclasses.replace(plain, rope_scaling=scaling)
+    np.testing.assert_array_equal(
+        prefilled_and_decoded(short, SHORT), prefilled_and_decoded(plain, SHORT)
+    )
 
 
 def filled(max_len):
@@ -432,19 +383,19 @@ def filled(max_len):
     cache = KVCache.zeros(BASE, 3, max_len)
     for start, count in ((0, 6), (6, 2)):
         _, cache = extend(
-            BASE, unstacked(BASE), TOKENS[:, start : start + 6], cache, jnp.full(3, count)
+            BASE, unstacked(BASE), TOKENS[:, start : start + 6], cache, np.full(3, count)
         )
     return cache
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(used=st.lists(st.integers(0, 8), min_size=3, max_size=3))
 def test_writes_past_the_end_are_dropped_and_shift_nothing(used):
     counts = np.minimum(6, 8 - np.array(used))
     caches = {}
     for size in (8, SHORT + 8):  # the second has room to spare: every key where it belongs
-        cache = filled(size)._replace(lengths=jnp.asarray(used, jnp.int32))
-        _, caches[size] = extend(BASE, unstacked(BASE), TOKENS[:, 8:14], cache, jnp.asarray(counts))
+        cache = filled(size)._replace(lengths=np.int32(used))
+        _, caches[size] = extend(BASE, unstacked(BASE), TOKENS[:, 8:14], cache, counts)
     assert caches[8].keys[0].shape[2] == 8
     np.testing.assert_array_equal(caches[8].lengths, used + counts)
     for small, large in zip(
@@ -461,8 +412,10 @@ def decoded(params, tokens, cache, counts, cache_is_empty):
     return llama.logits(hidden), cache
 
 
-@pytest.mark.parametrize("cache_is_empty", [False, True])
-@pytest.mark.parametrize("seq", [SHORT, 300])
+@pytest.mark.parametrize(
+    ("seq", "cache_is_empty"),
+    slow_but([(SHORT, False), (300, True)], itertools.product([SHORT, 300], [False, True])),
+)
 def test_rows_that_begin_equal_the_oracle_and_their_padding_is_not_written(seq, cache_is_empty):
     """Attention takes the cache or whole sequences, and these are long enough for blocks or not."""
     assert F.choose_attention(seq, seq, backward=False) == (
@@ -472,9 +425,7 @@ def test_rows_that_begin_equal_the_oracle_and_their_padding_is_not_written(seq, 
     cache = jax.tree.map(
         lambda leaf: leaf + 7 if leaf.ndim == 4 else leaf, KVCache.zeros(BASE, 3, LONG)
     )
-    logits, after = decoded(
-        unstacked(BASE), TOKENS[:, :seq], cache, jnp.asarray(counts), cache_is_empty
-    )
+    logits, after = decoded(unstacked(BASE), TOKENS[:, :seq], cache, counts, cache_is_empty)
     expected = oracle.forward(random_params(BASE, 0), TOKENS[:, :seq], BASE)
     np.testing.assert_array_equal(after.lengths, counts)
     for row, count in enumerate(counts):
@@ -488,7 +439,7 @@ def test_rows_that_begin_equal_the_oracle_and_their_padding_is_not_written(seq, 
 def test_a_full_cache_stays_as_it_is():
     full = filled(8)
     np.testing.assert_array_equal(full.lengths, 8)
-    _, after = extend(BASE, unstacked(BASE), TOKENS[:, 8:14], full, jnp.zeros(3, jnp.int32))
+    _, after = extend(BASE, unstacked(BASE), TOKENS[:, 8:14], full, np.zeros(3, np.int32))
     for leaf, before in zip(jax.tree.leaves(after), jax.tree.leaves(full), strict=True):
         np.testing.assert_array_equal(leaf, before)
 
@@ -507,132 +458,6 @@ def test_a_donated_cache_is_updated_in_place():
     unusable = jax.jit(lambda cache: cache.keys[0].sum(), donate_argnums=0)
     with pytest.warns(UserWarning, match="donated buffers were not usable"):
         unusable(KVCache.zeros(BASE, 1, 8))
-
-
-# Mistakes, besides those of jllama.verify.mutations: they move logits by at least 100 tolerances
-
-
-@pytest.mark.parametrize(
-    ("config", "changed"),
-    [
-        (LLAMA_32, LinearScaling(32.0)),
-        (LLAMA_32, {"original_max_seq_len": 4096}),
-        (LLAMA_32, {"low_freq_factor": 2.0}),
-        (LLAMA_32, {"high_freq_factor": 8.0}),
-        (YARN, {"factor": 8.0}),
-        (YARN, {"attention_factor": 1.0}),
-        (YARN, {"beta_fast": 16.0}),
-        (YARN, {"beta_slow": 2.0}),
-        (YARN, {"original_max_seq_len": 4096}),
-        (YARN, LinearScaling(16.0)),
-        (DYNAMIC, {"factor": 2.0}),
-        (DYNAMIC, {"original_max_seq_len": 256}),
-    ],
-    ids=str,
-)
-def test_a_wrong_number_in_the_scaling_is_seen(config, changed):
-    other = (
-        dataclasses.replace(config.rope_scaling, **changed)
-        if isinstance(changed, dict)
-        else changed
-    )
-    assert_seen(config, {"rope_scaling": other})
-
-
-def test_a_wrong_context_of_dynamic_scaling_is_seen():
-    assert_seen(DYNAMIC, {"max_seq_len": 2 * LONG})
-
-
-def assert_seen(config, changed):
-    other = oracle.forward(
-        random_params(config, 0),
-        TOKENS[FAR],
-        dataclasses.replace(config, **changed),
-        POSITIONS[FAR],
-    )
-    assert relative_error(actual_logits(config)[FAR], other) > VISIBLE
-
-
-def permuted_twice(layers):
-    return {name: half_split_from_interleaved(np.asarray(layers[name])) for name in ("wq", "wk")}
-
-
-def only_queries_permuted(layers):
-    return {"wk": interleave_channels(layers["wk"])}
-
-
-def norms_exchanged(layers):
-    return {"attn_norm": layers["mlp_norm"], "mlp_norm": layers["attn_norm"]}
-
-
-def gate_and_up_exchanged(layers):
-    return {"w_gate": layers["w_up"], "w_up": layers["w_gate"]}
-
-
-def layers_in_reverse(layers):
-    return {name: stack[::-1] for name, stack in layers.items()}
-
-
-@pytest.mark.parametrize(
-    "mistake",
-    [
-        permuted_twice,
-        only_queries_permuted,
-        norms_exchanged,
-        gate_and_up_exchanged,
-        layers_in_reverse,
-    ],
-    ids=lambda mistake: mistake.__name__,
-)
-def test_a_wrong_layout_is_seen(mistake):
-    params = random_params(BASE, 0)
-    wrong = with_layers(params, **mistake(params["layers"]))
-    logits = np.asarray(forward(BASE, wrong, TOKENS, None, POSITIONS))
-    for row in range(len(POSITIONS)):
-        assert relative_error(logits[row], judged(BASE)[row]) > VISIBLE
-
-
-def bfloat16_angles(positions, frequencies):
-    angles = positions.astype(jnp.bfloat16)[..., None] * jnp.asarray(frequencies, jnp.bfloat16)
-    return jnp.cos(angles).astype(jnp.float32), jnp.sin(angles).astype(jnp.float32)
-
-
-def float32_angles(positions, frequencies):
-    angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(frequencies, jnp.float32)
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def does_not_see_itself(offset=None, **segments):
-    return F.Mask(jnp.full(1, -1) if offset is None else offset - 1, **segments)
-
-
-@functools.cache
-def sharp():
-    """Return weights with larger queries, so that small turns show; and the oracle's logits."""
-    params = random_params(BASE, 0, query_gain=3.0)
-    return params, oracle.forward(params, TOKENS, BASE, POSITIONS)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "row"),
-    [
-        ({"rope_tables": bfloat16_angles}, 0),
-        ({"rope_tables": float32_angles}, 2),
-        ({"Mask": does_not_see_itself}, 0),
-    ],
-    ids=["bfloat16 angles", "float32 angles", "does not see itself"],
-)
-def test_a_wrong_table_or_mask_is_seen(wrong, row):
-    params, expected = sharp()
-    logits = compile_implementation(implementation_of(model_with(**wrong))).forward(
-        BASE, params, TOKENS, None, POSITIONS
-    )
-    assert relative_error(logits[row], expected[row]) > VISIBLE
-
-
-def test_right_tables_and_masks_are_right_for_those_weights():
-    params, expected = sharp()
-    assert worst_error(forward(BASE, params, TOKENS, None, POSITIONS), expected) < TOLERANCE
 
 
 # The options of related families

@@ -3,7 +3,6 @@ V.
 """
 
 import dataclasses
-import functools
 import io
 import math
 
@@ -26,32 +25,9 @@ from jllama.parameters import (
     shape_of,
     training_flops_per_token,
 )
-from jllama.rope_scaling import Llama3Scaling
+from jllama.presets import preset
 
-LLAMA_2_7B = LlamaConfig(vocab_size=32_000, num_layers=32, embed_dim=4096, num_heads=32)
-LLAMA_2_70B = LlamaConfig(
-    vocab_size=32_000, num_layers=80, embed_dim=8192, num_heads=64, num_kv_heads=8, mlp_dim=28_672
-)
-LLAMA_3_8B = LlamaConfig(
-    vocab_size=128_256,
-    num_layers=32,
-    embed_dim=4096,
-    num_heads=32,
-    num_kv_heads=8,
-    mlp_dim=14_336,
-    rope_theta=500_000,
-)
-LLAMA_32_1B = LlamaConfig(
-    vocab_size=128_256,
-    num_layers=16,
-    embed_dim=2048,
-    num_heads=32,
-    num_kv_heads=8,
-    mlp_dim=8192,
-    rope_theta=500_000,
-    rope_scaling=Llama3Scaling(32.0),
-    tie_embeddings=True,
-)
+LLAMA_32_1B = preset("llama3.2-1b")
 SMALL = LlamaConfig(
     vocab_size=512,
     num_layers=3,
@@ -62,15 +38,7 @@ SMALL = LlamaConfig(
     mlp_dim=320,
 )  # head_dim is not embed_dim / num_heads
 both = pytest.mark.parametrize("tie_embeddings", [False, True], ids=["separate", "tied"])
-compiled = jax.jit(initial_params, static_argnums=1)
-
-
-@functools.cache
-def initialize(config):
-    """Drawn by JAX's default generator once; for the rest, by the one that compiles in a third of
-    the time.
-    """
-    return compiled(jax.random.key(0, impl="threefry2x32" if config == SMALL else "rbg"), config)
+initialized = jax.jit(initial_params, static_argnums=1)
 
 
 sizes = st.integers(1, 5)
@@ -109,97 +77,71 @@ def test_the_table_is_the_model(config):
     assert ("lm_head" in table) != config.tie_embeddings
 
 
-@pytest.mark.parametrize(
-    ("config", "count"),
-    [
-        (LLAMA_2_7B, 6_738_415_616),
-        (LLAMA_2_70B, 68_976_648_192),
-        (LLAMA_3_8B, 8_030_261_248),
-        (LLAMA_32_1B, 1_235_814_400),
-    ],
-    ids=["2-7B", "2-70B", "3-8B", "3.2-1B"],
-)
-def test_published_counts(config, count):
-    assert count_parameters(config) == count
-    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(config))) == count
-
-
 def test_only_norm_scales_are_no_matrices():
     not_matrices = {path for path, row in parameter_table(SMALL).items() if row.role != "matrix"}
     assert not_matrices == {"layers/attn_norm", "layers/mlp_norm", "final_norm"}
 
 
-@both
-def test_initial_values_of_every_leaf(tie_embeddings):
-    config = dataclasses.replace(SMALL, tie_embeddings=tie_embeddings)
-    leaves = by_path(initialize(config))
+# Each of the tests below takes the same draws; a tied embedding is drawn as any other.
+@pytest.fixture(scope="module")
+def draws():
+    """By the default generator, and as NumPy arrays by their paths."""
+    return jax.device_get(by_path(initialized(jax.random.key(0), SMALL)))
+
+
+def test_initial_values_of_every_leaf(draws):
     embed = 1 / math.sqrt(256)
     residual = 1 / math.sqrt(2 * 3)
-    expected = {
-        "embed": 0.25 * embed,
-        "lm_head": 0.25 * embed,
-        "layers/wq": embed,
-        "layers/wk": embed,
-        "layers/wv": embed,
-        "layers/wo": residual / math.sqrt(4 * 48),
-        "layers/w_gate": embed,
-        "layers/w_up": embed,
-        "layers/w_down": residual / math.sqrt(320),
-    }
-    for path, row in parameter_table(config).items():
-        values = np.float64(leaves[path])
+    expected = dict.fromkeys(("wq", "wk", "wv", "w_gate", "w_up"), embed)
+    expected |= {"embed": 0.25 * embed, "lm_head": 0.25 * embed}
+    expected |= {"wo": residual / math.sqrt(4 * 48), "w_down": residual / math.sqrt(320)}
+    for path, row in parameter_table(SMALL).items():
+        values, std = np.float64(draws[path]), expected.get(path.rpartition("/")[2])
         if row.role != "matrix":
             np.testing.assert_array_equal(values, 1.0)
             continue
-        assert initial_std(row, config) == pytest.approx(expected[path], rel=1e-12)
+        assert initial_std(row, SMALL) == pytest.approx(std, rel=1e-12)
         # Each layer by itself, so that a wrong one cannot hide among the others.
         for layer in values if path.startswith("layers/") else values[None]:
-            assert layer.std() == pytest.approx(expected[path], rel=0.03)
-            assert abs(layer.mean()) < 4 * expected[path] / math.sqrt(layer.size)
+            assert layer.std() == pytest.approx(std, rel=0.03)
+            assert abs(layer.mean()) < 4 * std / math.sqrt(layer.size)
             kurtosis = np.mean((layer / layer.std()) ** 4)
             assert kurtosis == pytest.approx(3, abs=0.25)  # normal; a uniform draw has 1.8
 
 
-def test_no_two_matrices_and_no_two_layers_share_their_draws():
-    draws = []
-    for path, leaf in by_path(initialize(SMALL)).items():
+def test_no_two_matrices_and_no_two_layers_share_their_draws(draws):
+    standard = []
+    for path, leaf in draws.items():
         if parameter_table(SMALL)[path].role == "matrix":
-            standard = np.asarray(leaf).reshape(
-                SMALL.num_layers if path.startswith("layers/") else 1, -1
-            )[:, :2000]
-            draws += list(standard / standard.std())
-    correlations = np.corrcoef(draws) - np.eye(len(draws))
-    assert len(draws) == 2 + 7 * SMALL.num_layers
+            num_layers = SMALL.num_layers if path.startswith("layers/") else 1
+            rows = leaf.reshape(num_layers, -1)[:, :2000]
+            standard += list(rows / rows.std())
+    correlations = np.corrcoef(standard) - np.eye(len(standard))
+    assert len(standard) == 2 + 7 * SMALL.num_layers
     assert np.abs(correlations).max() < 6 / math.sqrt(2000)
 
 
-def test_another_key_draws_other_values_and_the_same_key_the_same():
-    first, same, other = (by_path(compiled(jax.random.key(seed), SMALL)) for seed in (0, 0, 1))
+def test_another_key_draws_other_values_and_the_same_key_the_same(draws):
+    same, other = (by_path(initialized(jax.random.key(seed), SMALL)) for seed in (0, 1))
     for path, row in parameter_table(SMALL).items():
-        np.testing.assert_array_equal(first[path], same[path])
-        assert np.any(first[path] != other[path]) == (row.role == "matrix")
+        np.testing.assert_array_equal(draws[path], same[path])
+        assert np.any(draws[path] != other[path]) == (row.role == "matrix")
 
 
 @both
-@pytest.mark.parametrize(
-    "config",
-    [SMALL, LlamaConfig(vocab_size=2000, num_layers=2, embed_dim=512, num_heads=4)],
-    ids=["256", "512"],
-)
-def test_first_loss_is_ln_v(config, tie_embeddings):
-    config = dataclasses.replace(config, tie_embeddings=tie_embeddings)
+def test_first_loss_is_ln_v(tie_embeddings):
+    config = dataclasses.replace(SMALL, tie_embeddings=tie_embeddings)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (4, 129))
 
     @jax.jit
-    def mean_loss(params):
-        llama = build_model(config, params)
-        hidden = llama.hidden(jnp.asarray(tokens[:, :-1]))
-        total, count = llama.loss(hidden, jnp.asarray(tokens[:, 1:]), jnp.ones((4, 128), bool))
+    def mean_loss(tokens):
+        # This generator compiles in a third of the time.
+        llama = build_model(config, initial_params(jax.random.key(0, impl="rbg"), config))
+        hidden = llama.hidden(tokens[:, :-1])
+        total, count = llama.loss(hidden, tokens[:, 1:], jnp.ones((4, 128), bool))
         return total / count
 
-    assert float(mean_loss(initialize(config))) == pytest.approx(
-        math.log(config.vocab_size), abs=0.1
-    )
+    assert float(mean_loss(tokens)) == pytest.approx(math.log(config.vocab_size), abs=0.1)
 
 
 def test_flops_of_a_hand_computed_example():

@@ -3,7 +3,6 @@ other code.
 """
 
 import dataclasses
-import functools
 import os
 import pickle
 import threading
@@ -21,8 +20,6 @@ from jllama.config import BLOCKS
 from jllama.language_model import LanguageModel
 from jllama.model import Layer
 from jllama.tokenizers import BytesTokenizer
-
-ASKED = {"max_new_tokens": 6, "seed": 3, "temperature": 0.9, "top_k": 40}
 
 
 @pytest.fixture(autouse=True)
@@ -42,15 +39,20 @@ def loaded(monkeypatch):
     return found
 
 
-@functools.cache
-def model():
-    config = dataclasses.replace(models.SERVED, num_layers=1, max_seq_len=64)
-    return LanguageModel(config, models.decode_params(config), BytesTokenizer())
+@jax.jit
+def doubled(x):
+    return x + x
 
 
-def generate(**settings):
-    (completion,) = jllama.generate(model(), "Once", **ASKED | settings)
-    return completion
+@jax.jit
+def squared(x):
+    return x * x
+
+
+def computed():
+    """What two programs give."""
+    numbers = jax.numpy.arange(3.0)
+    return [programs.call(function, numbers).tolist() for function in (doubled, squared)]
 
 
 def later_process(monkeypatch, keeps=True):
@@ -62,34 +64,41 @@ def later_process(monkeypatch, keeps=True):
 
 
 def test_a_later_process_loads_what_this_one_compiled(folder, loaded, monkeypatch):
+    config = dataclasses.replace(models.SERVED, num_layers=1, max_seq_len=64)
+    model = LanguageModel(config, models.decode_params(config), BytesTokenizer())
+
+    def generate(seed, temperature, top_k):
+        settings = {"seed": seed, "temperature": temperature, "top_k": top_k}
+        return jllama.generate(model, "Once", max_new_tokens=6, **settings)
+
     later_process(monkeypatch, keeps=False)
-    expected = generate()
+    expected = generate(3, 0.9, 40)
     assert not folder.exists()
     programs.enable_store()
-    assert generate() == expected
+    assert generate(3, 0.9, 40) == expected
     assert len([*folder.iterdir()]) == 2
     assert not loaded
     later_process(monkeypatch)
-    assert generate() == expected
+    assert generate(3, 0.9, 40) == expected
     assert len(loaded) == 2
-    assert generate(seed=4, temperature=0.0, top_k=0) != expected  # settings are data
+    assert generate(4, 0.0, 0) != expected  # settings are data
     assert len(loaded) == len([*folder.iterdir()]) == 2
 
 
 def test_what_can_be_damaged_is_compiled_again(folder, loaded, monkeypatch):
-    expected = generate()
+    expected = computed()
     for path in folder.iterdir():
         path.write_bytes(path.read_bytes()[:-500])
     later_process(monkeypatch)
-    assert generate() == expected
+    assert computed() == expected
     for path in [*folder.iterdir()]:  # whole, and still no program
         path.unlink()
         cache.store("programs", path.name, [np.arange(99)])
     later_process(monkeypatch)
-    assert generate() == expected
+    assert computed() == expected
     assert not loaded
     later_process(monkeypatch)
-    assert generate() == expected
+    assert computed() == expected
     assert len(loaded) == 2
 
 
@@ -184,12 +193,12 @@ def test_nothing_is_run_but_what_is_asked_for(folder, tmp_path, monkeypatch):
     """However new it is, and whatever its name; and not what others can write, though it is asked
     for.
     """
-    expected, mark = generate(), tmp_path / "mark"
+    expected, mark = computed(), tmp_path / "mark"
     for number, key in enumerate([*(path.name for path in folder.iterdir()), "f" * 64]):
         plant(folder, key, mark, 0o600 if key == "f" * 64 else 0o666)
         os.utime(folder / key, (4e9 + number, 4e9 + number))
     later_process(monkeypatch)
-    assert generate() == expected
+    assert computed() == expected
     for found in programs._loading.values():
         found.result()
     assert not mark.exists()
@@ -200,11 +209,11 @@ def test_nothing_is_run_but_what_is_asked_for(folder, tmp_path, monkeypatch):
 
 def test_what_the_last_process_with_a_task_asked_for_is_loaded_ahead(folder, loaded, monkeypatch):
     programs.enable_store("sample", "one")
-    expected = generate()
+    expected = computed()
     later_process(monkeypatch, keeps=False)
     programs.enable_store("sample", "two")
     assert not programs._loading
-    assert generate() == expected
+    assert computed() == expected
     for task in ("one", "two"):
         later_process(monkeypatch, keeps=False)
         loaded.clear()
@@ -213,6 +222,6 @@ def test_what_the_last_process_with_a_task_asked_for_is_loaded_ahead(folder, loa
         for found in programs._loading.values():
             found.result()
         assert len(loaded) == 2
-        assert generate() == expected
+        assert computed() == expected
         assert len(loaded) == 2
         assert not programs._loading

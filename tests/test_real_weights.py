@@ -4,7 +4,6 @@ the last token.
 Marked ``real_weights``; ``python tests/fetch_real_weights.py`` fetches the file.
 """
 
-import io
 import json
 import shutil
 import subprocess
@@ -22,11 +21,9 @@ from safetensors.numpy import load_file, save_file
 
 import jllama
 from jllama.checkpoints.registry import convert, open_checkpoint
-from jllama.commands import cli
 from jllama.conversation import chat_ids
-from jllama.errors import JllamaError
 from jllama.evaluation.scoring import score_texts
-from jllama.generation.generate import generate, stream
+from jllama.generation.generate import generate
 from jllama.generation.sampling_params import SamplingParams
 from jllama.verify.checkpoint import PROSE, verify_checkpoint
 
@@ -110,10 +107,6 @@ def test_greedy_tokens_are_those_of_transformers(model, peer, prompts, kind):
     assert len(ours) == 64 or ours[-1] in model.stop_ids
 
 
-def test_the_answer_names_paris(model, prompts):
-    assert "Paris" in model.tokenizer.decode(greedy(model, prompts["chat"]))
-
-
 @pytest.mark.parametrize("to", FORMATS)
 def test_every_format_holds_the_same_model(model, exported, prompts, to):
     other = jllama.load(exported / to)
@@ -168,14 +161,6 @@ def test_conversations_are_those_of_transformers(model, peer_tokenizer, system):
             assert chat_ids(model, messages[:count], add_generation_prompt=prompt) == list(theirs)
 
 
-def test_a_conversation_in_the_terminal(gguf, capfd, monkeypatch):
-    """It knows what was said before."""
-    monkeypatch.setattr("sys.stdin", io.StringIO("What is the capital of France?\nAnd of Italy?\n"))
-    assert cli.run("chat", [str(gguf), "--temperature", "0"]) == 0
-    france, italy = capfd.readouterr().out.splitlines()
-    assert ("Paris" in france, "Rome" in italy) == (True, True)
-
-
 def test_guessed_tokens_change_nothing(model, prompts):
     text = "The cat sat on the mat.\n" * 5
     settings = SamplingParams(temperature=0.0)
@@ -197,13 +182,6 @@ def test_int8_weights_predict_text_almost_as_well(model, gguf):
             for each in (model, small)
         )
         assert abs(rounded / exact - 1) < 0.01
-
-
-def test_a_stream_is_what_is_made_whole(model, prompts):
-    pieces = list(stream(model, prompts["chat"], SamplingParams(seed=3), max_new_tokens=40))
-    (whole,) = generate(model, [prompts["chat"]], SamplingParams(seed=3), max_new_tokens=40)
-    assert "".join(pieces) == whole.text
-    assert len(pieces) > 3
 
 
 def test_an_answer_under_a_schema(model, prompts):
@@ -234,32 +212,12 @@ def test_an_answer_under_a_schema(model, prompts):
         jsonschema.validate(json.loads(completion.text), person)
 
 
-def test_llama2c_refuses_it_by_name(gguf, tmp_path):
-    with pytest.raises(JllamaError, match="rope_theta"):
-        convert(gguf, tmp_path / "out", "llama2c")
-
-
 def test_quantized_to_q8_0_it_still_answers(gguf, tmp_path, prompts):
     convert(gguf, tmp_path / "q8.gguf", "gguf", "q8_0")
     checkpoint = open_checkpoint(tmp_path / "q8.gguf")
     assert checkpoint.tokenizer.encode("a b") == open_checkpoint(gguf).tokenizer.encode("a b")
     quantized = jllama.load(tmp_path / "q8.gguf")
     assert "Paris" in quantized.tokenizer.decode(greedy(quantized, prompts["chat"]))
-
-
-def test_sampling_from_the_file_itself(gguf):
-    arguments = [
-        "--prompt",
-        "The capital of France is",
-        "--temperature",
-        "0",
-        "--max_new_tokens",
-        "8",
-    ]
-    command = [sys.executable, "sample.py", "--checkpoint", str(gguf), *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("The capital of France is Paris")
 
 
 def test_training_goes_on_from_it(gguf, tmp_path):

@@ -1,6 +1,7 @@
 """A judge that we did not write: transformers' LlamaForCausalLM on the same weights."""
 
 import dataclasses
+from unittest import mock
 
 import jax
 import numpy as np
@@ -13,8 +14,8 @@ from hypothesis import strategies as st
 from jllama.config import LlamaConfig
 from jllama.language_model import LanguageModel
 from jllama.model import build_model, rope_frequencies
-from jllama.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
-from jllama.verify.checks import random_params
+from jllama.rope_scaling import DynamicScaling, Llama3Scaling, YarnScaling
+from jllama.verify.checks import random_params, relative_error
 
 SEQ = 512
 BASE = LlamaConfig(
@@ -29,15 +30,8 @@ BASE = LlamaConfig(
     norm_eps=3e-5,  # neither of the usual ones, nor transformers' default
 )
 CONFIGS = {
-    "multi-head": LlamaConfig(
-        vocab_size=97, num_layers=2, embed_dim=128, num_heads=2, max_seq_len=SEQ, norm_eps=1e-6
-    ),
-    "grouped, explicit head_dim": BASE,
     "multi-query, tied": dataclasses.replace(BASE, num_kv_heads=1, tie_embeddings=True),
-    "linear": dataclasses.replace(BASE, rope_scaling=LinearScaling(4.0)),
-    "Llama 3.1": dataclasses.replace(BASE, rope_theta=500_000.0, rope_scaling=Llama3Scaling(8.0)),
     "Llama 3.2": dataclasses.replace(BASE, rope_theta=500_000.0, rope_scaling=Llama3Scaling(32.0)),
-    "yarn": dataclasses.replace(BASE, rope_scaling=YarnScaling(4.0, original_max_seq_len=2048)),
     # A larger attention factor would sharpen their attention, and the error of their angles, past
     # the tolerance.
     "yarn, every knob": dataclasses.replace(
@@ -71,9 +65,8 @@ def their_config(config):
                 "beta_slow": scaling.beta_slow,
                 "original_max_position_embeddings": scaling.original_max_seq_len,
             }
-            if scaling != dataclasses.replace(
-                scaling, attention_factor=0.0
-            ):  # theirs to work out, too
+            # A factor that follows from the others is theirs to work out, too.
+            if scaling != dataclasses.replace(scaling, attention_factor=0.0):
                 rope["attention_factor"] = scaling.attention_factor
     return transformers.LlamaConfig(
         vocab_size=config.vocab_size,
@@ -125,9 +118,8 @@ def test_logits_equal_transformers(name):
     config = CONFIGS[name]
     params = random_params(config, 0)
     if config.tie_embeddings:
-        params["final_norm"] /= np.float32(
-            np.sqrt(config.embed_dim)
-        )  # logits near one, as the others'
+        # Logits are near one, as the others'.
+        params["final_norm"] /= np.float32(np.sqrt(config.embed_dim))
     with torch.no_grad():
         expected = their_model(config, params)(
             input_ids=torch.from_numpy(TOKENS),
@@ -169,13 +161,10 @@ def test_activations_and_attention_weights_equal_transformers():
     for name, value in zip(
         inputs + shares, [*expected.hidden_states, *expected.attentions], strict=True
     ):
-        assert (
-            np.abs(np.asarray(captured[name]) - value.numpy()).max()
-            < 1e-5 * np.abs(value.numpy()).max()
-        ), name
+        assert relative_error(captured[name], value) < 1e-5, name
 
 
-@pytest.mark.parametrize("length", [100, 128, 129, SEQ])
+@pytest.mark.parametrize("length", [128, SEQ])
 def test_dynamic_logits_equal_transformers_below_and_above_the_context(length):
     scaling = DynamicScaling(4.0, original_max_seq_len=128)
     config = dataclasses.replace(BASE, max_seq_len=128, rope_scaling=scaling)
@@ -192,10 +181,11 @@ lengths = st.sampled_from([512, 4096, 8192, 32_768])
 
 
 def their_frequencies(config, seq_len=None):
-    rope_type = config.rope_scaling.type
-    frequencies, factor = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[rope_type](
-        their_config(config), None, seq_len=seq_len
-    )
+    """Their formula in float64; in float32, as they run it, it is off by up to 6e-7."""
+    initialize = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[config.rope_scaling.type]
+    with mock.patch.multiple(torch, float=torch.float64, float32=torch.float64):
+        frequencies, factor = initialize(their_config(config), None, seq_len=seq_len)
+    assert frequencies.dtype == torch.float64
     return frequencies.numpy(), factor
 
 
@@ -213,7 +203,7 @@ def test_yarn_frequencies_and_attention_factor_equal_transformers(
     scaling = YarnScaling(factor, original_max_seq_len=original, beta_fast=fast, beta_slow=slow)
     config = dataclasses.replace(BASE, head_dim=head_dim, rope_theta=theta, rope_scaling=scaling)
     frequencies, attention_factor = their_frequencies(config)
-    np.testing.assert_allclose(rope_frequencies(config), frequencies, rtol=1e-6)
+    np.testing.assert_allclose(rope_frequencies(config), frequencies, rtol=1e-12)
     assert scaling.attention_factor == pytest.approx(attention_factor, rel=1e-14)
 
 
@@ -230,4 +220,4 @@ def test_dynamic_frequencies_equal_transformers(head_dim, theta, factor, origina
         BASE, head_dim=head_dim, rope_theta=theta, max_seq_len=original, rope_scaling=scaling
     )
     frequencies, _ = their_frequencies(config, seq_len)
-    np.testing.assert_allclose(rope_frequencies(config, seq_len), frequencies, rtol=1e-6)
+    np.testing.assert_allclose(rope_frequencies(config, seq_len), frequencies, rtol=1e-12)

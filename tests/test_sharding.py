@@ -14,7 +14,7 @@ from jllama.parameters import parameter_table, shape_of
 from jllama.sharding import MeshConfig
 from jllama.verify.checks import TOLERANCE, VISIBLE
 
-SCRIPT = Path(__file__).with_name("steps_on_eight_devices.py")
+FOLDER = Path(__file__).parent
 CONFIG = LlamaConfig(
     vocab_size=64,
     num_layers=2,
@@ -24,46 +24,48 @@ CONFIG = LlamaConfig(
     mlp_dim=48,
     max_seq_len=16,
 )
-SPLIT = {  # which axes each mesh halves, or takes an eighth of
-    "data=8": {},
-    "fsdp=8": {"embed": 8, "mlp": 8, "vocab": 8},
-    "data=2 fsdp=2 tensor=2": {"embed": 2, "vocab": 2, "heads": 2, "kv_heads": 2, "mlp": 2},
-    "fsdp=2 tensor=2 sequence=2": {"embed": 2, "vocab": 2, "heads": 2, "kv_heads": 2, "mlp": 2},
+HALVES = dict.fromkeys(("embed", "vocab", "heads", "kv_heads", "mlp"), 2)
+SPLIT = {  # how many ways each mesh splits axes, and a device's rows
+    "data=8": ({}, 1),
+    "fsdp=8": ({"embed": 8, "mlp": 8, "vocab": 8}, 1),
+    "data=2 fsdp=2 tensor=2": (HALVES, 2),
+    "fsdp=2 tensor=2 sequence=2": (HALVES, 4),
 }
+
+
+def run_on_eight_devices(script):
+    """Run a script of this folder with eight (pretended) devices; return its report and stderr."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(FOLDER.parent),  # this jllama, not one that is installed
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8",
+    }
+    done = subprocess.run(
+        [sys.executable, FOLDER / script],
+        env=environment,
+        cwd=FOLDER.parent,
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
 @pytest.fixture(scope="module")
 def report():
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(SCRIPT.parents[1]),  # this jllama, not one that is installed
-        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8",
-    }
-    done = subprocess.run(
-        [sys.executable, SCRIPT],
-        env=environment,
-        cwd=SCRIPT.parents[1],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "donated" not in done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    result, messages = run_on_eight_devices("steps_on_eight_devices.py")
+    assert "donated" not in messages
+    return result
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", SPLIT)
-def test_a_mesh_computes_as_one_device_does(report, mesh):
+def test_a_mesh_computes_and_trains_as_one_device_does(report, mesh):
     assert report[mesh]["devices"] == [1, 8]
     assert report[mesh]["error"] < TOLERANCE
     assert report[mesh]["wrong_error"] > VISIBLE * TOLERANCE
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", SPLIT)
-def test_a_mesh_trains_as_one_device_does(report, mesh):
     assert report[mesh]["initial_error"] < 1e-6
     assert report[mesh]["moved"] > 0.01
     assert report[mesh]["training_error"] < TOLERANCE
@@ -73,13 +75,13 @@ def test_a_mesh_trains_as_one_device_does(report, mesh):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", SPLIT)
-def test_parameters_and_moments_are_split_by_the_rules(report, mesh):
-    ways = SPLIT[mesh]
+def test_rows_parameters_and_moments_are_split_by_the_rules(report, mesh):
+    ways, rows = SPLIT[mesh]
+    assert report[mesh]["rows"] == [rows]
     for path, row in parameter_table(CONFIG).items():
         expected = list(shape_of(row, CONFIG))
-        if (
-            row.inputs
-        ):  # the scales of norms are whole everywhere; fsdp takes the first axis that it divides
+        # The scales of norms are whole everywhere; fsdp takes the first axis that it divides.
+        if row.inputs:
             free = [name for name in row.axes if name in ways]
             split = free if "heads" in ways else free[:1]
             expected = [
@@ -89,20 +91,6 @@ def test_parameters_and_moments_are_split_by_the_rules(report, mesh):
         assert report[mesh]["shards"][path] == expected
         assert report[mesh]["moment_shards"][path] == expected
         assert report[mesh]["momentum_shards"].get(path, expected) == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mesh", "rows"),
-    [
-        ("data=8", [1]),
-        ("fsdp=8", [1]),
-        ("data=2 fsdp=2 tensor=2", [2]),
-        ("fsdp=2 tensor=2 sequence=2", [4]),
-    ],
-)
-def test_rows_of_a_batch_are_split(report, mesh, rows):
-    assert report[mesh]["rows"] == rows
 
 
 @pytest.mark.slow
