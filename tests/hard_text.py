@@ -30,10 +30,16 @@ HARD = [
 ]
 """What a special token's name spells out must be encoded as text."""
 
-
-def texts_with(words):
-    """Texts of these words and any characters except U+2581, SentencePiece's for a space."""
-    characters = st.characters(exclude_categories=["Cs"], exclude_characters="\u2581")
-    return st.lists(st.sampled_from(words) | st.text(characters, max_size=5), max_size=6).map(
-        "".join
-    )
+WORDS = ["the user", "é", "世界", "👩‍👩‍👧", "12", "[INST]", "{{ x }}", "don't", "☀"]
+WORDS += [" ", "  ", "\n", "\n\n", "\t", "\0"]
+WORDS += ["</s>", "<s>", "<unk>", "<|im_end|>", "<|eot_id|>", "<|im_", "|>"]
+WORDS += ["<|im_start|>assistant\n"]
+CHARACTERS = st.characters(exclude_categories=["Cs"], exclude_characters="\u2581")
+PARTS = st.sampled_from(WORDS) | st.text(CHARACTERS, max_size=5)
+texts = st.lists(PARTS, max_size=6).map("".join)
+"""Contents of messages, without U+2581, SentencePiece's for a space."""
+CHAT_CORPUS = [
+    "the system says hello to the user and the assistant, don't they? 12 345\n\n  user\n héllo "
+    "世界 [INST] <<SYS>>\n" * 20
+]
+"""What the small tokenizers of chats are trained on."""
