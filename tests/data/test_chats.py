@@ -801,7 +801,7 @@ def test_tokens_are_kept_and_found_again(tmp_path, monkeypatch):
 
 # Bad input
 
-SAID = '{"messages": [{"role": "assistant", "content": "x"}]'
+ANSWERED = '{"messages": [{"role": "assistant", "content": "x"}]'
 
 
 @pytest.mark.parametrize(
@@ -829,16 +829,16 @@ SAID = '{"messages": [{"role": "assistant", "content": "x"}]'
         ),
         ('{"prompt": "x", "completion": ""}', "line 4: no message is the assistant's"),
         ('{"text": 3}', "line 4: message 0 has nothing"),
-        (SAID.replace("x", "\\ud83d") + "}", "line 4: the text has the lone surrogate U"),
-        (SAID + ', "tools": "{"}', "line 4: tools is not JSON: Expecting property name"),
+        (ANSWERED.replace("x", "\\ud83d") + "}", "line 4: the text has the lone surrogate U"),
+        (ANSWERED + ', "tools": "{"}', "line 4: tools is not JSON: Expecting property name"),
         (
-            SAID + ', "tools": "' + "[" * 100_000 + '"}',
+            ANSWERED + ', "tools": "' + "[" * 100_000 + '"}',
             "line 4: tools is not JSON: maximum rec",
         ),
         ('{"messages": [{"content": "x"}]}', "line 4: message 0 has no role; it must be one of"),
         ('{"conversations": [{"from": "moss", "value": "x"}]}', "message 0 has the role 'moss'"),
         ('{"instruction": 3, "output": "x"}', "line 4: message 0 has a content of type int, not t"),
-        (SAID + "}", "line 4: the chat template refuses .*: not you first$"),
+        (ANSWERED + "}", "line 4: the chat template refuses .*: not you first$"),
         ('{"messages": "\xff"}', "a.jsonl line 4 is not a JSON object: .* byte 0xff"),
     ],
 )
