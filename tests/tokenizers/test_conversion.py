@@ -87,7 +87,7 @@ def assert_same_ids(actual, expected):
     for text in HARD:
         ids = expected.encode(text)
         assert actual.encode(text) == ids, text
-        assert actual.decode(ids) == text
+        assert actual.decode(ids) == expected.decode(ids), text
     for name in ("bos_id", "eos_id", "add_bos"):
         assert getattr(actual, name) == getattr(expected, name)
 
@@ -146,6 +146,7 @@ def test_ids_are_the_same_in_every_form(name, text):
 
 @every_tokenizer
 def test_saved_it_is_loaded(tokenizer, tmp_path):
+    assert [tokenizer.decode(tokenizer.encode(text)) for text in HARD] == HARD
     tokenizer.save(tmp_path / "new")
     assert has_tokenizer(tmp_path / "new")
     file = tmp_path / "new" / tokenizer.file_name
