@@ -98,9 +98,7 @@ def answers(data):
 
 def total(data):
     """The counts of both splits."""
-    return collections.Counter(data.counts["train"]) + collections.Counter(
-        data.counts["validation"]
-    )
+    return sum(map(collections.Counter, data.counts.values()), collections.Counter())
 
 
 # Rows
@@ -385,14 +383,12 @@ def test_nulls_are_left_out(tmp_path):
     actual = list(read_records([path]))
     assert [record.form for record in actual] == [("messages",), ("text",), ("messages",)]
     assert [record.where for record in actual] == [f"{path} row {number}" for number in (1, 2, 3)]
-    template = (
-        "{% for m in messages %}{{ m.role }}{% generation %}{{ m }}{% endgeneration %}{% endfor %}"
-    )
-    (ids, _), *_ = record_tokens(actual[0], TOKENIZER, template, STOP_IDS)
-    assert "{'role': 'user', 'content': 'q'}" in TOKENIZER.decode(ids)
-    assert "'content': None" in TOKENIZER.decode(ids)
-    (ids, _), *_ = record_tokens(actual[2], TOKENIZER, template, STOP_IDS)
-    assert "tool_calls" not in TOKENIZER.decode(ids)
+    template = "{% for m in messages %}{% generation %}{{ m }}{% endgeneration %}{% endfor %}"
+    sides = [record_tokens(actual[place], TOKENIZER, template, STOP_IDS) for place in (0, 2)]
+    one, other = (TOKENIZER.decode(ids) for ((ids, _),) in sides)
+    assert "{'role': 'user', 'content': 'q'}" in one
+    assert "'content': None" in one
+    assert "tool_calls" not in other
 
 
 def tokens_of(record, tmp_path, template=CHATML):
@@ -439,7 +435,7 @@ def test_chosen_and_rejected(tmp_path):
     assert answers(data) == ["no"] * 20 + ["yes"] * 20
     texts = [TOKENIZER.decode(counted) for _, counted in conversations_of(data.train)]
     assert texts == ["yes", "no"] * (len(texts) // 2)
-    assert sum(counts["conversations"] for counts in data.counts.values()) == 40
+    assert total(data)["conversations"] == 40
 
 
 def test_tools_reach_the_template(tmp_path):
@@ -614,17 +610,12 @@ def test_fields_that_are_not_read_are_counted(tmp_path):
         "records with a field 'source', which is not read: 30",
         "records with a field 'id', which is not read: 1",
     }
-    texts = [{"text": f"words {number}", "prompt": "x"} for number in range(30)]
+    texts = [{"text": f"words {number}<|im_end|>", "prompt": "x"} for number in range(30)]
     data = prepare(write(tmp_path / "b.jsonl", texts), task="chat")
-    assert data.notes == ("records with a field 'prompt', which is not read: 30",)
-
-
-def test_special_tokens_in_a_text_are_named(tmp_path):
-    texts = [{"text": f"words {number}<|im_end|>"} for number in range(30)]
-    data = prepare(write(tmp_path / "b.jsonl", texts), task="chat")
-    assert data.notes == (
+    assert set(data.notes) == {
+        "records with a field 'prompt', which is not read: 30",
         "texts that spell <|im_end|>, which become characters and no special token: 30",
-    )
+    }
 
 
 def test_fields_get_the_names_that_are_given(tmp_path):

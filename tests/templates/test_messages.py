@@ -110,16 +110,6 @@ def test_llama_2_is_metas_dialogue(exchanges, system):
         assert chat_ids(model_with(LLAMA_2), messages) == expected
 
 
-def test_llama_2_is_transformers_legacy(tmp_path):
-    save_huggingface(LLAMA_2, tmp_path)
-    peer = transformers.LlamaTokenizer.from_pretrained(tmp_path, legacy=True)
-    messages = [*LONG[:3], {"role": "user", "content": "\tthe  user é 👩‍👩‍👧"}]
-    expected = peer.apply_chat_template(
-        messages, chat_template=TEMPLATES["llama2"], add_generation_prompt=True, return_dict=False
-    )
-    assert chat_ids(model_with(LLAMA_2), messages) == expected
-
-
 @settings(max_examples=10)
 @given(st.lists(plain, min_size=1, max_size=6))
 def test_llama_3_is_metas_dialogue(contents):
