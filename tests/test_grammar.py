@@ -122,15 +122,6 @@ def test_a_mask_holds_the_tokens_that_can_come_next_and_where_the_text_matches_t
         pieces.append(text_of[token])
 
 
-@every_tokenizer
-def test_pieces_are_the_text_of_tokens(tokenizer):
-    pieces = tokenizer.pieces
-    assert [*map(len, pieces)] == tokenizer.token_bytes().tolist()
-    for text in TEXTS:
-        joined = b"".join(pieces[id] for id in tokenizer.encode(text))
-        assert joined.decode().removeprefix(" ") == text
-
-
 @settings(max_examples=5)
 @given(
     seeds=st.lists(st.integers(0, 99), min_size=2, max_size=4),

@@ -473,43 +473,6 @@ def test_what_both_sides_of_a_pair_begin_with_is_not_learned(tmp_path):
     assert [counted for _, counted in tokens_of(same, tmp_path)] == [yes, yes]
 
 
-OWN = {"messages": [{"role": "system", "content": "Be brief."}, user("q\nmore"), assistant("a")]}
-
-
-@pytest.mark.parametrize(
-    "record",
-    [
-        {"conversations": [{"from": "system", "value": "Be brief."},
-                           {"from": "human", "value": "q\nmore"},
-                           {"from": "gpt", "value": "a"}]},
-        {"conversations": OWN["messages"][1:], "system": "Be brief."},
-        {"instruction": "q", "input": "more", "output": "a", "system": "Be brief.", "text": "no"},
-        {"instruction": "q\nmore", "input": "", "output": "a", "system": "Be brief."},
-        {"messages": [{"role": "developer", "content": "Be brief."},
-                      {"role": "user",
-                       "content": [{"type": "text", "text": "q"}, {"type": "text", "text": "more"}],
-                       "name": "Ann"},
-                      {"role": "assistant", "content": "a", "weight": 1, "refusal": None}]},
-    ],
-    ids=["sharegpt", "conversations", "alpaca", "alpaca without input", "openai"],
-)  # fmt: skip
-def test_the_fields_of_others(tmp_path, record):
-    assert tokens_of(record, tmp_path) == tokens_of(OWN, tmp_path)
-    write(tmp_path / "b.jsonl", [record])
-    assert data_task(config(tmp_path / "b.jsonl", text_field="body")) == "chat"
-    ((expected, _),) = tokens_of(record, tmp_path)
-    for name, content in {
-        "array.json": json.dumps([record], indent=1),
-        "array.jsonl": json.dumps([record]),
-        "bom.jsonl": "\ufeff" + json.dumps(record) + "\r\n",
-        "bom.json": "\ufeff " + json.dumps([record]),
-    }.items():
-        (tmp_path / name).write_text(content)
-        (actual,) = read_records([tmp_path / name])
-        assert record_tokens(actual, TOKENIZER, CHATML, STOP_IDS)[0][0] == expected
-        assert data_task(config(tmp_path / name, text_field="body")) == "chat"
-
-
 def test_a_weight_of_0_is_not_learned(tmp_path):
     one, two = assistant("one"), assistant("two")
     turns = [user("a"), one | {"weight": 0}, user("b"), two | {"weight": 1}]
@@ -543,38 +506,63 @@ def test_arguments_are_learned_once_encoded(tmp_path):
 
 # What stands beside the form
 
-QUESTION, ANSWER = user("Where?"), assistant("In Rome.")
+QUESTION, ANSWER = user("Where\nis it?"), assistant("In Rome.")
 SYSTEM = {"role": "system", "content": "Be brief."}
 EARLIER = [user("Hi"), assistant("Hello")]
+SHAREGPT = [
+    {"from": "system", "value": "Be brief."},
+    {"from": "human", "value": "Where\nis it?"},
+    {"from": "gpt", "value": "In Rome."},
+]
+ALPACA = {"instruction": "Where", "input": "is it?", "output": "In Rome.", "system": "Be brief."}
+OPENAI = [
+    {"role": "developer", "content": "Be brief."},
+    user([{"type": "text", "text": text} for text in ("Where", "is it?")]) | {"name": "Ann"},
+    ANSWER | {"weight": 1, "refusal": None},
+]
 
 
 @pytest.mark.parametrize(
     "record",
     [
+        {"conversations": SHAREGPT},
+        {"conversations": [QUESTION, ANSWER], "system": "Be brief."},
+        {"conversations": [SHAREGPT[1], ANSWER], "system": "Be brief."},
+        ALPACA | {"text": "no"},
+        ALPACA | {"instruction": "Where\nis it?", "input": "", "history": []},
+        {"messages": OPENAI},
         {"system": "Be brief.", "messages": [QUESTION, ANSWER]},
         {"system": "Be brief.", "messages": [SYSTEM, QUESTION, ANSWER]},
-        {"system": "Be brief.", "prompt": "Where?", "completion": "In Rome."},
+        {"system": "Be brief.", "prompt": "Where\nis it?", "completion": "In Rome."},
         {"system": "Be brief.", "prompt": [QUESTION], "completion": [QUESTION, ANSWER]},
         {"prompt": [SYSTEM, QUESTION], "completion": [QUESTION, ANSWER]},
         {"prompt": [QUESTION], "completion": [SYSTEM, QUESTION, ANSWER]},
         {"messages": json.dumps([SYSTEM, QUESTION, ANSWER])},
         {"prompt": json.dumps([SYSTEM, QUESTION]), "completion": json.dumps([ANSWER])},
-        {"conversations": [{"from": "human", "value": "Where?"}, ANSWER], "system": "Be brief."},
-        {"instruction": "Where?", "output": "In Rome.", "system": "Be brief.", "history": []},
-        {"messages": [SYSTEM, QUESTION, ANSWER], "question": "Where?", "instruction": ""},
+        {"messages": [SYSTEM, QUESTION, ANSWER], "question": "Where\nis it?", "instruction": ""},
     ],
 )
-def test_what_stands_beside_a_form_is_in_the_conversation_once(record, tmp_path):
-    (expected,) = tokens_of({"messages": [SYSTEM, QUESTION, ANSWER]}, tmp_path)
-    assert tokens_of(record, tmp_path) == [expected]
+def test_a_conversation_is_the_same_in_every_form_and_has_what_stands_beside(record, tmp_path):
+    expected = tokens_of({"messages": [SYSTEM, QUESTION, ANSWER]}, tmp_path)
+    for name, content in {
+        "lines.jsonl": json.dumps(record),
+        "array.json": json.dumps([record], indent=1),
+        "array.jsonl": json.dumps([record]),
+        "bom.jsonl": "\ufeff" + json.dumps(record) + "\r\n",
+        "bom.json": "\ufeff " + json.dumps([record]),
+    }.items():
+        (tmp_path / name).write_text(content)
+        (actual,) = read_records([tmp_path / name])
+        ((ids, mask),) = record_tokens(actual, TOKENIZER, CHATML, STOP_IDS)
+        assert [(ids, list(itertools.compress(ids, mask)))] == expected
+        assert data_task(config(tmp_path / name, text_field="body")) == "chat"
 
 
 @pytest.mark.parametrize("name", ["prompt", "question", "instruction", "query"])
 def test_pairs_have_their_question(name, tmp_path):
-    expected = tokens_of(
-        {"prompt": [SYSTEM, QUESTION], "chosen": [ANSWER], "rejected": [assistant("No.")]}, tmp_path
-    )
-    pair = {"system": "Be brief.", name: "Where?", "chosen": "In Rome.", "rejected": "No."}
+    pair = {"prompt": [SYSTEM, QUESTION], "chosen": [ANSWER], "rejected": [assistant("No.")]}
+    expected = tokens_of(pair, tmp_path)
+    pair = {"system": "Be brief.", name: "Where\nis it?", "chosen": "In Rome.", "rejected": "No."}
     assert tokens_of(pair, tmp_path) == expected
 
 

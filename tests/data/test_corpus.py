@@ -363,12 +363,6 @@ def test_a_chat_is_no_text(tmp_path):
     assert read(tmp_path) == ["x"]
 
 
-def test_a_file_that_goes_away(tmp_path):
-    for name in ("a.txt", "a.jsonl"):
-        with pytest.raises(JllamaError, match=rf"{name} must be .*: No such file"):
-            list(read_corpus([tmp_path / name]))
-
-
 def test_tinyshakespeare(tmp_path, monkeypatch):
     text = b"First Citizen:\n"
 

@@ -183,6 +183,7 @@ FEATURES = """\
     {# a line of its own #}
   {% endif %}
 {% set text %}  kept {{ messages | length }}{% endset %}{{ text }}{{ undefined_thing }}{{ (1, [2], {3: 4}) }}
+{% set a = 'x' %}{% generation %}{{ a }}{% set a = 'y' %}{{ a }}{% endgeneration %}{{ a }}
 {%- if add_generation_prompt %}{{ '<|im_start|>' -}}{% endif %}
 """  # noqa: E501
 

@@ -8,8 +8,8 @@ import os
 import struct
 import threading
 import time
-import types
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import sentencepiece
@@ -321,52 +321,58 @@ def test_tiktoken_and_very_long_runs():
     assert tokenizer.decode(tokenizer.encode(run)) == run
 
 
+RANKS = MADE["tiktoken"].content.splitlines(keepends=True)
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("ranks", "message"),
     [
-        (
-            lambda text: text.replace(b" 5\n", b" 6\n"),
-            "in line 6; expected a token in base64 and 5",
-        ),
-        (lambda text: b"!!!! 0\n" + text, "in line 1; expected a token in base64 and 0"),
-        (
-            lambda text: text + text.splitlines()[7].split()[0] + b" %d\n" % len(text.splitlines()),
-            "has a token twice",
-        ),
-        (lambda text: b"".join(text.splitlines(keepends=True)[:200]), "has no token for the byte"),
+        ([*RANKS[:5], *RANKS[6:]], "in line 6; expected a token in base64 and 5"),
+        ([b"!!!! 0\n", *RANKS], "in line 1; expected a token in base64 and 0"),
+        ([*RANKS, RANKS[7].split()[0] + b" %d\n" % len(RANKS)], "has a token twice"),
+        (RANKS[:200], "has no token for the byte"),
     ],
 )
-def test_ranks_that_are_none(change, message):
+def test_ranks_that_are_none(ranks, message):
     with pytest.raises(JllamaError, match=message):
-        TiktokenTokenizer(change(MADE["tiktoken"].content), "it")
+        TiktokenTokenizer(b"".join(ranks), "it")
+
+
+SENTENCEPIECE = [
+    ({"scores": [0.0]}, "400 tokens but 1 scores"),
+    ({"scores": ["a"] * 400}, "scores"),
+    ({"unknown_token_id": 400}, "lacks an unknown token"),
+    ({"unknown_token_id": 5}, "lacks an unknown token"),
+    ({"token_type": [2, 3, 3] + [TokenType.NORMAL] * 397}, "256 byte tokens"),
+    ({"add_space_prefix": 1}, "a wrong type of tokenizer.ggml.add_space_prefix"),
+]
+BYTE_LEVEL = [
+    ({"pre": "falcon"}, "'falcon'"),
+    ({"pre": None}, "tokenizer.ggml.pre '', which says how text is split"),
+    ({"model": "bert"}, "'bert'"),
+    ({"model": 3}, "a wrong type of tokenizer.ggml.model"),
+    ({"tokens": None}, "no tokenizer.ggml.tokens"),
+    ({"token_type": [1]}, "types of tokens"),
+    ({"token_type": [9] * 410}, "types of tokens other than 1 to 6"),
+    ({"tokens": ["a"] * 410, "token_type": [1] * 410}, "the token 'a' twice"),
+    ({"tokens": ["\udc80"] * 410}, "not text in UTF-8"),
+    ({"tokens": [7] * 410}, "not text in UTF-8"),
+    ({"eos_token_id": 405}, r"has \d+ tokens, but BOS and EOS are 1 and 405"),
+    ({"bos_token_id": 10_000}, "BOS and EOS are 10000"),
+    ({"bos_token_id": True}, "a wrong type of tokenizer.ggml.bos_token_id"),
+    ({"merges": [None]}, "which are not tokens"),
+    ({"merges": ["a"]}, "which are not tokens"),
+    ({"merges": ["zz zz"]}, "which are not tokens"),
+]
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"tokenizer.ggml.pre": "falcon"}, "'falcon'"),
-        ({"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre '', which says how text is split"),
-        ({"tokenizer.ggml.model": "bert"}, "'bert'"),
-        ({"tokenizer.ggml.model": 3}, "a wrong type of tokenizer.ggml.model"),
-        ({"tokenizer.ggml.tokens": None}, "no tokenizer.ggml.tokens"),
-        ({"tokenizer.ggml.token_type": [1]}, "types of tokens"),
-        ({"tokenizer.ggml.token_type": [9] * 410}, "types of tokens other than 1 to 6"),
-        (
-            {"tokenizer.ggml.tokens": ["a"] * 410, "tokenizer.ggml.token_type": [1] * 410},
-            "the token 'a' twice",
-        ),
-        ({"tokenizer.ggml.tokens": ["\udc80"] * 410}, "not text in UTF-8"),
-        ({"tokenizer.ggml.tokens": [7] * 410}, "not text in UTF-8"),
-        ({"tokenizer.ggml.eos_token_id": 405}, r"has \d+ tokens, but BOS and EOS are 1 and 405"),
-        ({"tokenizer.ggml.merges": [None]}, "which are not tokens"),
-        ({"tokenizer.ggml.bos_token_id": 10_000}, "BOS and EOS are 10000"),
-        ({"tokenizer.ggml.bos_token_id": True}, "a wrong type of tokenizer.ggml.bos_token_id"),
-        ({"tokenizer.ggml.merges": ["a"]}, "which are not tokens"),
-        ({"tokenizer.ggml.merges": ["zz zz"]}, "which are not tokens"),
-    ],
+    ("name", "change", "message"),
+    [*(("sentencepiece", *case) for case in SENTENCEPIECE), *(("smollm", *c) for c in BYTE_LEVEL)],
 )
-def test_metadata_that_describe_no_tokenizer(change, message):
-    metadata = to_gguf(MADE["smollm"], 410) | change
+def test_metadata_that_describe_no_tokenizer(name, change, message):
+    metadata = to_gguf(MADE[name], {"sentencepiece": 400, "smollm": 410}[name])
+    metadata |= {f"tokenizer.ggml.{key}": value for key, value in change.items()}
     with pytest.raises(JllamaError, match=message):
         from_gguf({key: value for key, value in metadata.items() if value is not None}, "it")
 
@@ -385,23 +391,24 @@ def test_gguf_refuses_what_it_has_no_name_for():
 
 def test_bos_and_eos_from_the_files_beside(tmp_path):
     MADE["smollm"].save(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": {"content": "<|im_start|>"}}')
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text('{"bos_token": {"content": "<|im_start|>"}}')
     with pytest.raises(JllamaError, match="say which token is EOS"):
         load_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text('{"eos_token_id": 0}')
-    assert (load_tokenizer(tmp_path).bos_id, load_tokenizer(tmp_path).eos_id) == (1, 0)
+    first = load_tokenizer(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 0]}')
-    assert load_tokenizer(tmp_path).eos_id == 2
-    (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": "no"}')
-    with pytest.raises(JllamaError, match=r"tokenizer_config\.json has add_bos_token 'no'"):
-        load_tokenizer(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(JllamaError, match=r"tokenizer_config\.json is not JSON"):
-        load_tokenizer(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": {"content": []}}')
-    message = r"tokenizer_config\.json has bos_token .*; it must be a text"
-    with pytest.raises(JllamaError, match=message):
-        load_tokenizer(tmp_path)
+    second = load_tokenizer(tmp_path)
+    assert (first.bos_id, first.eos_id, second.eos_id) == (1, 0, 2)
+    assert first.fingerprint() != second.fingerprint()
+    for content, message in (
+        ('{"add_bos_token": "no"}', "has add_bos_token 'no'"),
+        ("{", "is not JSON"),
+        ('{"bos_token": {"content": []}}', "has bos_token .*; it must be a text"),
+    ):
+        path.write_text(content)
+        with pytest.raises(JllamaError, match=rf"tokenizer_config\.json {message}"):
+            load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -448,11 +455,9 @@ def test_a_json_that_makes_the_library_panic_when_it_decodes():
     class PanicException(BaseException):
         pass
 
-    def panic(ids, skip_special_tokens):
-        raise PanicException("range end index 9 out of range")
-
     tokenizer = HuggingFaceTokenizer.from_vocabulary(BytesTokenizer().vocabulary())
-    tokenizer._library = types.SimpleNamespace(decode=panic)
+    panic = PanicException("range end index 9 out of range")
+    tokenizer._library = mock.Mock(**{"decode.side_effect": panic})
     message = "cannot turn 2 tokens into text: range end index 9 out of range"
     with pytest.raises(JllamaError, match=message):
         tokenizer.decode([7, 8])
@@ -624,23 +629,6 @@ def test_gguf_whose_eos_is_not_marked_as_a_control_token():
     assert actual.decode([1, *actual.encode("a"), 2]) == "a"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"scores": [0.0]}, "400 tokens but 1 scores"),
-        ({"scores": ["a"] * 400}, "scores"),
-        ({"unknown_token_id": 400}, "lacks an unknown token"),
-        ({"unknown_token_id": 5}, "lacks an unknown token"),
-        ({"token_type": [2, 3, 3] + [TokenType.NORMAL] * 397}, "256 byte tokens"),
-        ({"add_space_prefix": 1}, "a wrong type of tokenizer.ggml.add_space_prefix"),
-    ],
-)
-def test_metadata_that_describe_no_sentencepiece_model(change, message):
-    changes = {f"tokenizer.ggml.{key}": value for key, value in change.items()}
-    with pytest.raises(JllamaError, match=message):
-        from_gguf(to_gguf(MADE["sentencepiece"], 400) | changes, "it")
-
-
 def test_gguf_as_llama_cpp_writes_it():
     def fields(name, vocab_size):
         metadata = to_gguf(MADE[name], vocab_size)
@@ -750,21 +738,15 @@ def test_a_json_may_leave_out_what_is_default():
     assert_same_ids(from_gguf(to_gguf(tokenizer, tokenizer.vocab_size), "it"), MADE["gpt-2"])
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ({"dropout": 0.1}, "dropout 0.1"),
-        ({"end_of_word_suffix": "</w>"}, "end_of_word_suffix '</w>'"),
-        ({"type": "WordLevel", "unk_token": "a"}, "is a WordLevel tokenizer"),
-    ],
-)
-def test_a_json_of_another_kind(model, message):
-    whole = json.loads(as_huggingface(MADE["gpt-2"]).content)
-    whole["model"] |= model
-    if "type" in model:
-        del whole["model"]["merges"]
-    with pytest.raises(JllamaError, match=message):
-        HuggingFaceTokenizer(json.dumps(whole), 1, 2)
+def test_a_json_of_another_kind():
+    model = json.loads(as_huggingface(MADE["gpt-2"]).content)["model"]
+    for other, message in (
+        (model | {"dropout": 0.1}, "dropout 0.1"),
+        (model | {"end_of_word_suffix": "</w>"}, "end_of_word_suffix '</w>'"),
+        ({"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}, "is a WordLevel tokenizer"),
+    ):
+        with pytest.raises(JllamaError, match=message):
+            huggingface(MADE["gpt-2"], model=other)
 
 
 def test_merges_are_those_that_transformers_finds(tmp_path):
