@@ -1,5 +1,8 @@
-"""Text that tokenizers get wrong."""
+"""Text that tokenizers get wrong, and SentencePiece models of any kind."""
 
+import io
+
+import sentencepiece
 from hypothesis import strategies as st
 
 HARD = [
@@ -43,3 +46,13 @@ CHAT_CORPUS = [
     "世界 [INST] <<SYS>>\n" * 20
 ]
 """What the small tokenizers of chats are trained on."""
+
+
+def trained_model(sentences, vocab_size, **options):
+    """A model as the library trains it."""
+    model = io.BytesIO()
+    options = {"vocab_size": vocab_size, "minloglevel": 2} | options
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(sentences), model_writer=model, **options
+    )
+    return model.getvalue()

@@ -2,8 +2,8 @@
 
 import contextlib
 import hashlib
-import io
 import json
+import operator
 import os
 import struct
 import threading
@@ -16,7 +16,7 @@ import sentencepiece
 import tiktoken
 import tokenizers
 import transformers
-from hard_text import CHARACTERS, HARD
+from hard_text import CHARACTERS, HARD, trained_model
 from helpers import byte_level_bpe, trained_llama3, trained_smollm
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -73,7 +73,7 @@ ORIGINALS = {
 
 METASPACE = {"type": "Metaspace", "replacement": "\u2581", "split": False}
 PARTS = ["a", "the ", " ", "  ", "\n", "12", "=", "世", "é", "'s", "\t", "\r", "🙂"]
-repetitive = st.lists(st.builds(str.__mul__, st.sampled_from(PARTS), st.integers(1, 9))).map(
+repetitive = st.lists(st.builds(operator.mul, st.sampled_from(PARTS), st.integers(1, 9))).map(
     "".join
 )
 every_tokenizer = pytest.mark.parametrize("tokenizer", MADE.values(), ids=MADE)
@@ -338,37 +338,39 @@ def test_ranks_that_are_none(ranks, message):
         TiktokenTokenizer(b"".join(ranks), "it")
 
 
-SENTENCEPIECE = [
-    ({"scores": [0.0]}, "400 tokens but 1 scores"),
-    ({"scores": ["a"] * 400}, "scores"),
-    ({"unknown_token_id": 400}, "lacks an unknown token"),
-    ({"unknown_token_id": 5}, "lacks an unknown token"),
-    ({"token_type": [2, 3, 3] + [TokenType.NORMAL] * 397}, "256 byte tokens"),
-    ({"add_space_prefix": 1}, "a wrong type of tokenizer.ggml.add_space_prefix"),
-]
-BYTE_LEVEL = [
-    ({"pre": "falcon"}, "'falcon'"),
-    ({"pre": None}, "tokenizer.ggml.pre '', which says how text is split"),
-    ({"model": "bert"}, "'bert'"),
-    ({"model": 3}, "a wrong type of tokenizer.ggml.model"),
-    ({"tokens": None}, "no tokenizer.ggml.tokens"),
-    ({"token_type": [1]}, "types of tokens"),
-    ({"token_type": [9] * 410}, "types of tokens other than 1 to 6"),
-    ({"tokens": ["a"] * 410, "token_type": [1] * 410}, "the token 'a' twice"),
-    ({"tokens": ["\udc80"] * 410}, "not text in UTF-8"),
-    ({"tokens": [7] * 410}, "not text in UTF-8"),
-    ({"eos_token_id": 405}, r"has \d+ tokens, but BOS and EOS are 1 and 405"),
-    ({"bos_token_id": 10_000}, "BOS and EOS are 10000"),
-    ({"bos_token_id": True}, "a wrong type of tokenizer.ggml.bos_token_id"),
-    ({"merges": [None]}, "which are not tokens"),
-    ({"merges": ["a"]}, "which are not tokens"),
-    ({"merges": ["zz zz"]}, "which are not tokens"),
-]
+BAD_METADATA = {
+    "sentencepiece": [
+        ({"scores": [0.0]}, "400 tokens but 1 scores"),
+        ({"scores": ["a"] * 400}, "scores"),
+        ({"unknown_token_id": 400}, "lacks an unknown token"),
+        ({"unknown_token_id": 5}, "lacks an unknown token"),
+        ({"token_type": [2, 3, 3] + [TokenType.NORMAL] * 397}, "256 byte tokens"),
+        ({"add_space_prefix": 1}, "a wrong type of tokenizer.ggml.add_space_prefix"),
+    ],
+    "smollm": [
+        ({"pre": "falcon"}, "'falcon'"),
+        ({"pre": None}, "tokenizer.ggml.pre '', which says how text is split"),
+        ({"model": "bert"}, "'bert'"),
+        ({"model": 3}, "a wrong type of tokenizer.ggml.model"),
+        ({"tokens": None}, "no tokenizer.ggml.tokens"),
+        ({"token_type": [1]}, "types of tokens"),
+        ({"token_type": [9] * 410}, "types of tokens other than 1 to 6"),
+        ({"tokens": ["a"] * 410, "token_type": [1] * 410}, "the token 'a' twice"),
+        ({"tokens": ["\udc80"] * 410}, "not text in UTF-8"),
+        ({"tokens": [7] * 410}, "not text in UTF-8"),
+        ({"eos_token_id": 405}, r"has \d+ tokens, but BOS and EOS are 1 and 405"),
+        ({"bos_token_id": 10_000}, "BOS and EOS are 10000"),
+        ({"bos_token_id": True}, "a wrong type of tokenizer.ggml.bos_token_id"),
+        ({"merges": [None]}, "which are not tokens"),
+        ({"merges": ["a"]}, "which are not tokens"),
+        ({"merges": ["zz zz"]}, "which are not tokens"),
+    ],
+}
 
 
 @pytest.mark.parametrize(
     ("name", "change", "message"),
-    [*(("sentencepiece", *case) for case in SENTENCEPIECE), *(("smollm", *c) for c in BYTE_LEVEL)],
+    [(name, *case) for name, cases in BAD_METADATA.items() for case in cases],
 )
 def test_metadata_that_describe_no_tokenizer(name, change, message):
     metadata = to_gguf(MADE[name], {"sentencepiece": 400, "smollm": 410}[name])
@@ -543,28 +545,17 @@ def test_a_json_that_differs_from_the_model_beside_it_wins(change, tmp_path):
     assert actual.vocab_size == (401 if change == "more tokens" else 400)
 
 
-def trained_model(**options):
-    model = io.BytesIO()
-    options = {"model_type": "bpe", "byte_fallback": True, "vocab_size": 320} | options
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(" ".join(CORPUS).splitlines()),
-        model_writer=model,
-        hard_vocab_limit=False,
-        minloglevel=2,
-        **options,
-    )
-    return model.getvalue()
-
-
-IDENTITY = {"remove_extra_whitespaces": False, "normalization_rule_name": "identity"}
-NO_PREFIX = SentencePieceTokenizer(trained_model(add_dummy_prefix=False, **IDENTITY))
+LINES = " ".join(CORPUS).splitlines()
+KIND = {"model_type": "bpe", "byte_fallback": True, "hard_vocab_limit": False}
+IDENTITY = KIND | {"remove_extra_whitespaces": False, "normalization_rule_name": "identity"}
+NO_PREFIX = SentencePieceTokenizer(trained_model(LINES, 320, add_dummy_prefix=False, **IDENTITY))
 NO_PREFIX_ORIGINAL = sentencepiece.SentencePieceProcessor(model_proto=NO_PREFIX.content)
 NO_PREFIX_FORMS = [NO_PREFIX, *every_form(NO_PREFIX)]
 
 
 def test_a_model_that_changes_text_is_read_but_not_converted(tmp_path):
     """OpenLLaMA's first is of this kind."""
-    model = trained_model(remove_extra_whitespaces=True)
+    model = trained_model(LINES, 320, remove_extra_whitespaces=True, **KIND)
     tokenizer = SentencePieceTokenizer(model)
     original = sentencepiece.SentencePieceProcessor(model_proto=model)
     assert tokenizer.encode(" a  b\n") == original.encode(" a  b\n")
@@ -575,8 +566,9 @@ def test_a_model_that_changes_text_is_read_but_not_converted(tmp_path):
     for convert in (as_huggingface, lambda tokenizer: to_gguf(tokenizer, 400)):
         with pytest.raises(JllamaError, match="normalizes text"):
             convert(tokenizer)
+    model = trained_model(LINES, 320, **KIND | {"model_type": "unigram"})
     with pytest.raises(JllamaError, match="BPE with byte fallback"):
-        as_huggingface(SentencePieceTokenizer(trained_model(model_type="unigram")))
+        as_huggingface(SentencePieceTokenizer(model))
 
 
 @given(text=repetitive)
@@ -712,15 +704,16 @@ def test_marks_of_calls_are_text(kind):
     """Also where they are special tokens; other ones are left out."""
     vocabulary = MADE["sentencepiece"].vocabulary()
     vocabulary = vocabulary._replace(
-        tokens=[*vocabulary.tokens, "[INST]", "[TOOL_CALLS]"],
-        token_type=[*vocabulary.token_type, TokenType.CONTROL, TokenType.CONTROL],
-        scores=[*vocabulary.scores, 0.0, 0.0],
+        tokens=[*vocabulary.tokens, "[INST]", "[TOOL_CALLS]", "[INST"],
+        token_type=[*vocabulary.token_type, *[TokenType.CONTROL] * 3],
+        scores=[*vocabulary.scores, 0.0, 0.0, 0.0],
     )
     tokenizer = kind.from_vocabulary(vocabulary)
     ids = [1, 400, *tokenizer.encode("a"), 401, *tokenizer.encode("[{}]"), 401, 2]
     assert tokenizer.decode(ids).replace(" ", "") == "a[TOOL_CALLS][{}][TOOL_CALLS]"
     assert tokenizer.token_bytes()[[1, 400, 401]].tolist() == [0, 0, 12]
-    assert not {400, 401} & set(tokenizer.encode("[INST][TOOL_CALLS]"))
+    assert not {400, 401, 402} & set(tokenizer.encode("[INST][TOOL_CALLS]"))
+    assert 400 in tokenizer.encode_with_special_tokens("[INST]")  # the longest that matches
     for count in range(len(ids)):
         assert tokenizer.decode(ids).startswith(tokenizer.decode(ids[:count]))
 

@@ -1,6 +1,5 @@
 """Any text comes back, ids are where Llama 2 has them, bad files and texts are one sentence."""
 
-import io
 import json
 import os
 import re
@@ -9,8 +8,8 @@ import sys
 
 import numpy as np
 import pytest
-import sentencepiece
 import transformers
+from hard_text import trained_model
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -162,20 +161,10 @@ def test_long_lines_are_not_dropped():
     assert train_sentencepiece([long_line], 340).vocab_size == 340
 
 
-def trained(sentences, vocab_size, **options):
-    """A model as the library trains it."""
-    model = io.BytesIO()
-    options = {"vocab_size": vocab_size, "minloglevel": 2} | options
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(sentences), model_writer=model, **options
-    )
-    return model.getvalue()
-
-
 def test_models_that_cut_or_know_newlines_otherwise_still_come_back():
     # A model with a newline inside a piece, which long texts must not be cut at.
     options = {"byte_fallback": True, "normalization_rule_name": "identity"}
-    model = trained(["x:\n", "y:\n", "z:\n\n"] * 20, 267, model_type="bpe", **options)
+    model = trained_model(["x:\n", "y:\n", "z:\n\n"] * 20, 267, model_type="bpe", **options)
     tokenizer = module.SentencePieceTokenizer(model)
     assert not tokenizer._cut_at_newlines
     with pytest.MonkeyPatch.context() as patch:
@@ -245,6 +234,6 @@ def test_a_pipe_is_no_tokenizer(tmp_path):
 
 
 def test_a_model_without_bos_is_refused():
-    model = trained(CORPUS, 50, bos_id=-1, hard_vocab_limit=False)
+    model = trained_model(CORPUS, 50, bos_id=-1, hard_vocab_limit=False)
     with pytest.raises(JllamaError, match="mine has no BOS or no EOS"):
         module.SentencePieceTokenizer(model, "mine")
