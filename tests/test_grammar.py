@@ -51,7 +51,7 @@ TOKENIZERS = {
 CONFIG = LlamaConfig(vocab_size=270, num_layers=1, embed_dim=32, num_heads=2, max_seq_len=256)
 PARAMS = jax.jit(decode_layout, static_argnums=1)(random_params(CONFIG, 0), CONFIG)
 MODEL = LanguageModel(CONFIG, PARAMS, BYTES)
-ROWS, NEW = 8, 240
+ROWS, NEW = 8, 120
 REGEXES = [
     r"[a-c]{1,3}(, [a-c]{1,3})*",
     r"(the |cat |né|世|🙂){0,5}",

@@ -5,7 +5,7 @@ import itertools
 import grain
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jllama.data.batches import text_batch, training_batches, validation_batches
@@ -23,6 +23,7 @@ def batches(count, **changes):
     return np.stack([batch.tokens for batch in itertools.islice(iterator, count)])
 
 
+@settings(max_examples=12)
 @given(
     length=st.integers(11, 120),
     seq_len=st.integers(1, 10),
