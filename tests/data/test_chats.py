@@ -739,9 +739,12 @@ def test_pairs_are_cut_or_dropped_together(tmp_path):
     pairs = [{"prompt": prompt, "chosen": "yes", "rejected": "no " * 99} for prompt in prompts]
     pairs.append({"prompt": "long " * 40, "chosen": "yes", "rejected": "no"})
     pairs.append({"prompt": "q", "chosen": "a", "rejected": "b"})
+    # One side alone has no token to learn.
+    late = [user("long " * 40), assistant("no")]
+    pairs.append({"chosen": [user("q"), assistant("yes")], "rejected": late})
     data = prepare(write(tmp_path / "a.jsonl", pairs), seq_len=60)
     counts = total(data)
-    assert (counts["conversations"], counts["cut"], counts["dropped"]) == (42, 20, 2)
+    assert (counts["conversations"], counts["cut"], counts["dropped"]) == (42, 20, 4)
     assert all(len(split.sizes) % 2 == 0 for split in (data.train, data.validation))
     message = "a.jsonl: 1 different conversations can be learned from; give at least 2"
     with pytest.raises(JllamaError, match=message):
