@@ -1,5 +1,8 @@
-"""Text that tokenizers get wrong."""
+"""Text that tokenizers get wrong, and SentencePiece models of any kind."""
 
+import io
+
+import sentencepiece
 from hypothesis import strategies as st
 
 HARD = [
@@ -30,10 +33,26 @@ HARD = [
 ]
 """What a special token's name spells out must be encoded as text."""
 
+WORDS = ["the user", "é", "世界", "👩‍👩‍👧", "12", "[INST]", "{{ x }}", "don't", "☀"]
+WORDS += [" ", "  ", "\n", "\n\n", "\t", "\0"]
+WORDS += ["</s>", "<s>", "<unk>", "<|im_end|>", "<|eot_id|>", "<|im_", "|>"]
+WORDS += ["<|im_start|>assistant\n"]
+CHARACTERS = st.characters(exclude_categories=["Cs"], exclude_characters="\u2581")
+PARTS = st.sampled_from(WORDS) | st.text(CHARACTERS, max_size=5)
+texts = st.lists(PARTS, max_size=6).map("".join)
+"""Contents of messages, without U+2581, SentencePiece's for a space."""
+CHAT_CORPUS = [
+    "the system says hello to the user and the assistant, don't they? 12 345\n\n  user\n héllo "
+    "世界 [INST] <<SYS>>\n" * 20
+]
+"""What the small tokenizers of chats are trained on."""
 
-def texts_with(words):
-    """Texts of these words and any characters except U+2581, SentencePiece's for a space."""
-    characters = st.characters(exclude_categories=["Cs"], exclude_characters="\u2581")
-    return st.lists(st.sampled_from(words) | st.text(characters, max_size=5), max_size=6).map(
-        "".join
+
+def trained_model(sentences, vocab_size, **options):
+    """A model as the library trains it."""
+    model = io.BytesIO()
+    options = {"vocab_size": vocab_size, "minloglevel": 2} | options
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(sentences), model_writer=model, **options
     )
+    return model.getvalue()

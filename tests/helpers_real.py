@@ -44,15 +44,8 @@ def from_ranks(
 
 
 QWEN_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-PHI_TOKENS = (
-    *QWEN_TOKENS,
-    "<|im_sep|>",
-    "<|system|>",
-    "<|user|>",
-    "<|assistant|>",
-    "<|end|>",
-    "<|tool|>",
-)
+PHI_TOKENS = (*QWEN_TOKENS, "<|im_sep|>", "<|system|>", "<|user|>", "<|assistant|>")
+PHI_TOKENS += ("<|end|>", "<|tool|>")
 GRANITE_TOKENS = ("<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>")
 _TOOLS = "AVAILABLE_TOOLS", "/AVAILABLE_TOOLS", "TOOL_RESULTS", "/TOOL_RESULTS", "TOOL_CALLS"
 MISTRAL_TOKENS = ("<unk>", "<s>", "</s>", *(f"[{name}]" for name in ("INST", "/INST", *_TOOLS)))
@@ -81,8 +74,6 @@ def real_tekken() -> HuggingFaceTokenizer:
     num_special = config["default_num_special_tokens"]
     count = config["default_vocab_size"] - num_special
     ranks = [base64.b64decode(token["token_bytes"]) for token in content["vocab"][:count]]
-    special = [
-        *MISTRAL_TOKENS,
-        *(f"<SPECIAL_{id}>" for id in range(len(MISTRAL_TOKENS), num_special)),
-    ]
+    spare = (f"<SPECIAL_{id}>" for id in range(len(MISTRAL_TOKENS), num_special))
+    special = [*MISTRAL_TOKENS, *spare]
     return from_ranks(ranks, special, "tekken", ("<s>", "</s>"), first_special=True)

@@ -5,10 +5,11 @@ nasty grammars.
 import concurrent.futures
 import json
 import re
+import string
 import sys
+from unittest import mock
 
 import jax
-import jax.numpy as jnp
 import jsonschema
 import llguidance
 import numpy as np
@@ -24,6 +25,7 @@ from jllama.config import LlamaConfig
 from jllama.decode_params import decode_layout
 from jllama.errors import JllamaError, UsageError
 from jllama.generation import steps
+from jllama.generation.engine import Engine
 from jllama.generation.generate import generate, stream
 from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.generation.text import encode_prompt
@@ -47,9 +49,9 @@ TOKENIZERS = {
     "tiktoken": trained_llama3(TEXTS * 9, 300),
 }
 CONFIG = LlamaConfig(vocab_size=270, num_layers=1, embed_dim=32, num_heads=2, max_seq_len=256)
-PARAMS = decode_layout(jax.tree.map(jnp.asarray, random_params(CONFIG, 0)), CONFIG)
+PARAMS = jax.jit(decode_layout, static_argnums=1)(random_params(CONFIG, 0), CONFIG)
 MODEL = LanguageModel(CONFIG, PARAMS, BYTES)
-ROWS, NEW = 8, 240
+ROWS, NEW = 8, 120
 REGEXES = [
     r"[a-c]{1,3}(, [a-c]{1,3})*",
     r"(the |cat |né|世|🙂){0,5}",
@@ -94,7 +96,7 @@ def matches(regex, text):
 
 
 @every_tokenizer
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(regex=st.sampled_from(REGEXES), seed=st.integers(0, 2**32 - 1))
 def test_a_mask_holds_the_tokens_that_can_come_next_and_where_the_text_matches_the_stop_ids(
     tokenizer, regex, seed
@@ -103,19 +105,14 @@ def test_a_mask_holds_the_tokens_that_can_come_next_and_where_the_text_matches_t
     ``re`` says.
     """
     stop_ids = (tokenizer.eos_id, tokenizer.bos_id)
-    matcher, random, pieces = (
-        Matcher(Grammar("regex", regex), tokenizer, stop_ids),
-        np.random.default_rng(seed),
-        [],
-    )
+    matcher = Matcher(Grammar("regex", regex), tokenizer, stop_ids)
+    random, pieces = np.random.default_rng(seed), []
     text_of = tokenizer.pieces
+    nonempty = [id for id, text in enumerate(text_of) if text]
     for _ in range(40):
         allowed = ids_of(matcher, tokenizer)
         ordinary = [id for id in allowed if id not in stop_ids]
-        tried = [
-            id for id, text in enumerate(text_of) if text and matcher._matcher.validate_tokens([id])
-        ]
-        assert ordinary == tried
+        assert ordinary == [id for id in nonempty if matcher._matcher.validate_tokens([id])]
         may_end = len(set(stop_ids) & set(allowed)) == 2
         assert may_end == matches(regex, b"".join(pieces))
         token = int(random.choice(allowed))
@@ -125,58 +122,41 @@ def test_a_mask_holds_the_tokens_that_can_come_next_and_where_the_text_matches_t
         pieces.append(text_of[token])
 
 
-@every_tokenizer
-def test_pieces_are_the_text_of_tokens(tokenizer):
-    pieces = tokenizer.pieces
-    assert [*map(len, pieces)] == tokenizer.token_bytes().tolist()
-    for text in TEXTS:
-        assert (
-            b"".join(pieces[id] for id in tokenizer.encode(text)).decode().removeprefix(" ") == text
-        )
-
-
-@every_tokenizer
 @settings(max_examples=5)
 @given(
     seeds=st.lists(st.integers(0, 99), min_size=2, max_size=4),
     order=st.randoms(use_true_random=False),
 )
-def test_matchers_share_nothing(tokenizer, seeds, order):
+def test_matchers_share_nothing(seeds, order):
     """Each goes its way as alone, whatever the others of the same grammar have taken meanwhile,
     also in threads.
     """
     grammar = Grammar("json_schema", '{"type": "array", "items": {"type": ["string", "integer"]}}')
 
     def new():
-        return Matcher(grammar, tokenizer, (tokenizer.eos_id,))
+        return Matcher(grammar, PIECES, (PIECES.eos_id,))
 
-    alone = [walk(new(), tokenizer, seed) for seed in seeds]
+    alone = [walk(new(), PIECES, seed) for seed in seeds]
     matchers, seen = [new() for _ in seeds], [[] for _ in seeds]
     turns = [row for row in range(len(seeds)) for _ in alone[row]]
     order.shuffle(turns)
     for row in turns:
-        allowed, (_, token) = ids_of(matchers[row], tokenizer), alone[row][len(seen[row])]
+        allowed, (_, token) = ids_of(matchers[row], PIECES), alone[row][len(seen[row])]
         matchers[row].accept(token)
         seen[row].append((allowed, token))
     assert seen == alone
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        assert [*pool.map(lambda seed: walk(new(), tokenizer, seed), seeds)] == alone
+        assert [*pool.map(lambda seed: walk(new(), PIECES, seed), seeds)] == alone
 
 
 def test_stop_ids_are_allowed_where_the_text_may_end_and_nothing_else_behind_one():
     a, b, c = BYTES.encode("abc")
-    matcher = Matcher(
-        Grammar("regex", "ab?c*"), BYTES, (2, 0, c)
-    )  # a token of text may be a stop id, too
+    # A token of text may be a stop id, too.
+    matcher = Matcher(Grammar("regex", "ab?c*"), BYTES, (2, 0, c))
     assert ids_of(matcher, BYTES) == [a]
-    matcher.accept(a)
-    assert ids_of(matcher, BYTES) == [0, 2, b, c]
-    matcher.accept(b)
-    assert ids_of(matcher, BYTES) == [0, 2, c]
-    matcher.accept(2)
-    assert ids_of(matcher, BYTES) == [0, 2, c]
-    matcher.accept(a)
-    assert ids_of(matcher, BYTES) == [0, 2, c]
+    for token, allowed in ((a, [0, 2, b, c]), (b, [0, 2, c]), (2, [0, 2, c]), (a, [0, 2, c])):
+        matcher.accept(token)
+        assert ids_of(matcher, BYTES) == allowed
 
 
 def test_a_text_that_went_wrong_ends():
@@ -213,16 +193,11 @@ def test_special_tokens_are_no_text_and_nothing_is_forced(lark):
 @pytest.mark.parametrize("name", ["llama3_tokenizer.model", "mistral_tokenizer.model"])
 def test_released_tokenizers_write_json(name):
     tokenizer = load_tokenizer(real_file(name))
-    schema = {
-        "type": "array",
-        "items": {"type": "string", "maxLength": 9},
-        "minItems": 2,
-        "maxItems": 5,
-    }
+    schema = {"type": "array", "items": {"type": "string", "maxLength": 9}}
+    schema |= {"minItems": 2, "maxItems": 5}
+    grammar = Grammar("json_schema", json.dumps(schema))
     for seed in range(5):
-        matcher = Matcher(
-            Grammar("json_schema", json.dumps(schema)), tokenizer, (tokenizer.eos_id,)
-        )
+        matcher = Matcher(grammar, tokenizer, (tokenizer.eos_id,))
         seen = walk(matcher, tokenizer, seed, 200)
         ids = [token for _, token in seen if token != tokenizer.eos_id]
         assert len(ids) < 200
@@ -233,139 +208,97 @@ def test_released_tokenizers_write_json(name):
 
 # Grammars that cannot be served
 
+CHAIN = {f"{number}": {"$ref": f"#/$defs/{number + 1}"} for number in range(20_000)}
+LOOP = {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}
+EITHER = [{"anyOf": [{"properties": {f"{c}{n}": {}}} for c in "ab"]} for n in range(20)]
 NASTY = {
-    "no text": ("json_schema", ""),
-    "no JSON": ("json_schema", '{"type": '),
-    "no schema": ("json_schema", "[1]"),
-    "no such type": ("json_schema", '{"type": "text"}'),
-    "unknown keyword": ("json_schema", '{"type": "integer", "not": {"const": 1}}'),
-    "unknown keyword, lenient by its own word": (
-        "json_schema",
-        '{"x-guidance": {"lenient": true}, "if": {}}',
-    ),
-    "unknown format": ("json_schema", '{"type": "string", "format": "nonsense"}'),
-    "impossible": ("json_schema", '{"type": "string", "minLength": 2, "maxLength": 1}'),
-    "false": ("json_schema", '{"type": "object", "properties": {"a": false}, "required": ["a"]}'),
-    "a number that is rounded": ("json_schema", '{"enum": [18014226710785025]}'),
-    "a huge one": ("json_schema", f'{{"maximum": 1{"0" * 5000}}}'),
-    "more properties than are required": (
-        "json_schema",
-        '{"type": "object", "minProperties": 2, "required": ["a"]}',
-    ),
-    "property names": ("json_schema", '{"propertyNames": {"maxLength": 3}}'),
-    "a class in a class in a class": ("json_schema", '{"pattern": "[^a[b[\\"]]]"}'),
-    "wrong alternatives to a date": ("json_schema", '{"format": "date", "allOf": 5}'),
-    "deep, in a grammar": ("lark", "start: %json " + '{"items":' * 10_000 + "{}" + "}" * 10_000),
-    "a number that is rounded, in a grammar": ("lark", 'start: %json {"const": 18014226710785025}'),
-    "itself": ("json_schema", '{"$ref": "#"}'),
-    "a loop": (
-        "json_schema",
-        '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}',
-    ),
-    "a chain that no stack holds": (
-        "json_schema",
-        json.dumps(
-            {
-                "$ref": "#/$defs/0",
-                "$defs": {f"{n}": {"$ref": f"#/$defs/{n + 1}"} for n in range(20_000)},
-            }
-        ),
-    ),
-    "elsewhere": ("json_schema", '{"$ref": "http://127.0.0.1:9/a.json"}'),
-    "a file": ("json_schema", '{"$ref": "file:///etc/hostname"}'),
-    "a megabyte": (
-        "json_schema",
-        json.dumps({"enum": [f"{number:08}" for number in range(90_000)]}),
-    ),
-    "a megabyte of properties": (
-        "json_schema",
-        json.dumps({"properties": {f"{n:08}": {} for n in range(50_000)}}),
-    ),
-    "deep": ("json_schema", '{"items":' * 10_000 + "{}" + "}" * 10_000),
-    "deep data": ("json_schema", '{"enum": [' + "[" * 10_000 + "]" * 10_000 + "]}"),
-    "two to the twentieth": (
-        "json_schema",
-        json.dumps(
-            {
-                "allOf": [
-                    {"anyOf": [{"properties": {f"{c}{n}": {}}} for c in "ab"]} for n in range(20)
-                ]
-            }
-        ),
-    ),
-    "a lone surrogate": ("json_schema", '{"const": "\ud800"}'),
-    "an escaped one": ("json_schema", '{"const": "\\ud800"}'),
-    "open": ("regex", "(a"),
-    "look-ahead": ("regex", "(?=a)b"),
-    "back-reference": ("regex", r"(a)\1"),
-    "parentheses": ("regex", "(" * 20_000 + "a" + ")" * 20_000),
-    "surrogate": ("regex", "\ud800"),
-    "no rules": ("lark", ""),
-    "unknown rule": ("lark", "start: other"),
-    "special token": ("lark", "start: </s> <s>"),
-    "rules that no stack holds": (
-        "lark",
-        "start: r0\n" + "".join(f"r{n}: r{n + 1}\n" for n in range(20_000)),
-    ),
-    "nested": ("lark", "start: " + "(" * 20_000 + '"a"' + ")" * 20_000),
+    "json_schema": {
+        "no text": "",
+        "no JSON": '{"type": ',
+        "no schema": "[1]",
+        "no such type": '{"type": "text"}',
+        "unknown keyword": '{"type": "integer", "not": {"const": 1}}',
+        "unknown keyword, lenient by its own word": '{"x-guidance": {"lenient": true}, "if": {}}',
+        "unknown format": '{"type": "string", "format": "nonsense"}',
+        "impossible": '{"type": "string", "minLength": 2, "maxLength": 1}',
+        "false": '{"type": "object", "properties": {"a": false}, "required": ["a"]}',
+        "a number that is rounded": '{"enum": [18014226710785025]}',
+        "a huge one": f'{{"maximum": 1{"0" * 5000}}}',
+        "more are required": '{"type": "object", "minProperties": 2, "required": ["a"]}',
+        "property names": '{"propertyNames": {"maxLength": 3}}',
+        "a class in a class in a class": '{"pattern": "[^a[b[\\"]]]"}',
+        "wrong alternatives to a date": '{"format": "date", "allOf": 5}',
+        "itself": '{"$ref": "#"}',
+        "a loop": json.dumps({"$ref": "#/$defs/a", "$defs": LOOP}),
+        "a chain that no stack holds": json.dumps({"$ref": "#/$defs/0", "$defs": CHAIN}),
+        "elsewhere": '{"$ref": "http://127.0.0.1:9/a.json"}',
+        "a file": '{"$ref": "file:///etc/hostname"}',
+        "a megabyte": json.dumps({"properties": {f"{n:08}": {} for n in range(50_000)}}),
+        "deep": '{"items":' * 10_000 + "{}" + "}" * 10_000,
+        "deep data": '{"enum": [' + "[" * 10_000 + "]" * 10_000 + "]}",
+        "two to the twentieth": json.dumps({"allOf": EITHER}),
+        "a lone surrogate": '{"const": "\ud800"}',
+        "an escaped one": '{"const": "\\ud800"}',
+    },
+    "regex": {
+        "open": "(a",
+        "look-ahead": "(?=a)b",
+        "back-reference": r"(a)\1",
+        "parentheses": "(" * 20_000 + "a" + ")" * 20_000,
+        "surrogate": "\ud800",
+    },
+    "lark": {
+        "no rules": "",
+        "unknown rule": "start: other",
+        "special token": "start: </s> <s>",
+        "rules": "start: r0\n" + "".join(f"r{n}: r{n + 1}\n" for n in range(20_000)),
+        "nested": "start: " + "(" * 20_000 + '"a"' + ")" * 20_000,
+        "deep": "start: %json " + '{"items":' * 10_000 + "{}" + "}" * 10_000,
+        "a number that is rounded": 'start: %json {"const": 18014226710785025}',
+    },
 }
 
 
-@pytest.mark.parametrize("grammar", NASTY.values(), ids=NASTY)
-def test_what_cannot_be_compiled_is_refused_in_a_sentence(grammar):
-    with pytest.raises(
-        UsageError, match=f"^the grammar \\({grammar[0]}\\) cannot be compiled, .*: ."
-    ) as caught:
-        Matcher(Grammar(*grammar), BYTES, (2,))
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in NASTY for name in NASTY[kind]])
+def test_what_cannot_be_compiled_is_refused_in_a_sentence(kind, name):
+    message = f"^the grammar \\({kind}\\) cannot be compiled, .*: ."
+    with pytest.raises(UsageError, match=message) as caught:
+        Matcher(Grammar(kind, NASTY[kind][name]), BYTES, (2,))
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 300
+
+
+MINUTES = {"allOf": [{"type": "string", "pattern": f".*a.{{{n}}}b"} for n in range(60)]}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "grammar",
-    [
-        (
-            "json_schema",
-            json.dumps(
-                {"allOf": [{"type": "integer", "multipleOf": n} for n in (9973, 9967, 9949, 9941)]}
-            ),
-        ),
-        (
-            "json_schema",
-            json.dumps(
-                {"allOf": [{"type": "string", "pattern": f".*a.{{{n}}}b"} for n in range(60)]}
-            ),
-        ),
-        ("regex", "a*" * 50_000),  # and five gigabytes
-    ],
-    ids=["multiples", "patterns", "stars"],
+    [("json_schema", json.dumps(MINUTES)), ("regex", "a*" * 50_000)],  # minutes, five gigabytes
+    ids=["patterns", "stars"],
 )
 def test_what_would_take_minutes_is_given_up(grammar):
     with pytest.raises(UsageError, match="it takes over 2 s or 1 GiB, or is nested too deep"):
         Matcher(Grammar(*grammar), BYTES, (2,))
 
 
-LARGE = {
-    "explodes": ("regex", "(a{1,1000}){1,1000}"),
-    "many states": ("regex", ".*a.{500}"),
-    "long": ("regex", "a" * 100_000),
-    "a gigabyte": ("regex", "a{1000000000}"),
-    "stars": ("regex", "((a*)*)*b|(.*.*.*.*.*a){50}"),
-    "a long string": ("json_schema", '{"type": "string", "minLength": 1000000000}'),
-    "a pattern": ("json_schema", '{"type": "string", "pattern": "(a{1,1000}){1,1000}"}'),
-    "a long list": ("json_schema", '{"type": "array", "minItems": 1000000}'),
-    "ambiguous": ("lark", 'start: start start start | "a" | ""'),
-}
-
-
-@pytest.mark.parametrize("grammar", LARGE.values(), ids=LARGE)
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        ("regex", "(a{1,1000}){1,1000}"),
+        ("regex", ".*a.{500}"),
+        ("regex", "((a*)*)*b|(.*.*.*.*.*a){50}"),
+        ("json_schema", '{"type": "string", "minLength": 1000000000}'),
+        ("json_schema", '{"type": "array", "minItems": 1000000}'),
+        ("lark", 'start: start start start | "a" | ""'),
+    ],
+)
 def test_what_explodes_is_refused_or_goes_on(grammar):
     try:
         matcher = Matcher(Grammar(*grammar), BYTES, (2,))
     except UsageError:
         return
-    assert all(allowed for allowed, _ in walk(matcher, BYTES, 0, 200))
+    assert all(allowed for allowed, _ in walk(matcher, BYTES, 0, 100))
 
 
 def test_a_grammar_has_a_greatest_length():
@@ -376,17 +309,15 @@ def test_a_grammar_has_a_greatest_length():
 
 def test_what_is_kept_is_bounded_and_used_last(monkeypatch):
     """A few long grammars push the others out, a long one that is used all the time stays."""
-    compiled, compile_ = [], module._compile
-    monkeypatch.setattr(
-        module, "_compile", lambda *given: compiled.append(given[0].text[:1]) or compile_(*given)
-    )
+    compile_ = mock.Mock(side_effect=module._compile)
+    monkeypatch.setattr(module, "_compile", compile_)
     monkeypatch.setattr(module, "_cache", {})
     monkeypatch.setattr(module, "MAX_CACHED_CHARACTERS", 3000)
     for char in "abcdefg":
         for text in ("z" * 1000, char * 1000):
             assert Matcher(Grammar("regex", text), BYTES, (2,)).allowed().any()
         assert sum(len(kept.text) for kept, _ in module._cache) <= 3000
-    assert "".join(compiled) == "zabcdefg"
+    assert "".join(call.args[0].text[0] for call in compile_.call_args_list) == "zabcdefg"
     assert [kept.text[0] for kept, _ in module._cache] == ["f", "z", "g"]
 
 
@@ -402,10 +333,8 @@ def test_wrong_use(monkeypatch):
     with pytest.raises(UsageError, match="cannot be compiled"):
         encode_prompt(MODEL, Prompt("a", grammar=Grammar("regex", "(")))
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(
-        JllamaError,
-        match=r"a grammar needs the package llguidance: pip install 'jllama\[grammar\]'",
-    ):
+    message = r"a grammar needs the package llguidance: pip install 'jllama\[grammar\]'"
+    with pytest.raises(JllamaError, match=message):
         Matcher(DATE, BytesTokenizer(), (2,))
 
 
@@ -422,21 +351,23 @@ def accepts(schema, text, kind="json_schema"):
     return 2 in ids_of(matcher, BYTES)
 
 
-CLASSES = {
-    r"[^\"]": r"[^\"]",
-    r"[^\\]": r"[^\\]",
-    r"[^\"\\\n]": r"[^\"\\\n]",
-    r"[^\]\"-]": r"[^\]\"-]",
+CLASSES = [
+    r"[^\"]",
+    r"[^\\]",
+    r"[^\"\\\n]",
+    r"[^\]\"-]",
+    r"[\x00-!#-~]",
+    r"\\\[",
+    r"[^\x00]",
+    ".",
+    r"\D",
+]
+CLASSES = {name: name for name in CLASSES} | {
     r"[^]\"]": r"[^\]\"]",
     r"(?:[^\"\s]|\s)": r"[^\"]",
     r"[[:cntrl:]!]": r"[\x00-\x1f\x7f!]",
-    r"[\x00-!#-~]": r"[\x00-!#-~]",
     r"\p{Cc}": r"[\x00-\x1f\x7f]",
     r"\P{P}": r"[^!\"#%&'()*,\-./:;?@\[\\\]_{}]",
-    r"\\\[": r"\\\[",
-    r"[^\x00]": r"[^\x00]",
-    ".": ".",
-    r"\D": r"\D",
 }
 """Classes of llguidance's expressions, and of ``re``'s."""
 
@@ -444,9 +375,9 @@ CLASSES = {
 @pytest.mark.parametrize("expression", CLASSES)
 def test_an_escape_is_the_character_that_it_stands_for(expression):
     """The class has the characters that ``re`` says, however JSON writes them, without U+0000."""
-    ascii = [*map(chr, range(1, 127)), *({} if "00]" in expression else "é")]
+    chars = string.punctuation + "aZ7 \t\n\r\x01\x1f" + ("" if "00]" in expression else "é")
     schema = {"type": "string", "pattern": f"^{expression}$"}
-    for char in ascii:
+    for char in chars:
         forms = {json.dumps(char), json.dumps(char, ensure_ascii=False), f'"\\u{ord(char):04x}"'}
         allowed = {form for form in forms if accepts(schema, form)}
         if re.fullmatch(CLASSES[expression], char):
@@ -476,10 +407,9 @@ EXACT = {"type": "object", "patternProperties": {'^[^"]+$': {"const": {"pattern"
     ],
 )
 def test_formats(schema, allowed, refused, kind):
-    for text in allowed.split():
-        assert accepts({"type": "string"} | schema, f'"{text}"', kind), text
-    for text in refused.split():
-        assert not accepts({"type": "string"} | schema, f'"{text}"', kind), text
+    texts = [*allowed.split(), *refused.split()]
+    actual = [text for text in texts if accepts({"type": "string"} | schema, f'"{text}"', kind)]
+    assert actual == allowed.split()
 
 
 @pytest.mark.parametrize("kind", ["json_schema", "lark"])
@@ -490,47 +420,39 @@ def test_names_and_data_in_schemas(kind):
     named = {"properties": {"const": {"pattern": r'^[^"]$'}, "pattern": {"type": "integer"}}}
     assert accepts(named, '{"const": "a", "pattern": 1}', kind)
     assert not accepts(named, r'{"const": "\""}', kind)
-    for keyword in (
-        {"propertyNames": {"type": "string"}},
-        {"propertyNames": True},
-        {"uniqueItems": False},
-        {"unevaluatedProperties": {}},
-    ):
-        schema = {"type": "object", "additionalProperties": {"type": "integer"}}
-        assert accepts({"type": "object", "properties": {"a": schema | keyword}}, '{"a": {}}', kind)
+    schema = {"type": "object", "additionalProperties": {"type": "integer"}}
+    without_effect = {"uniqueItems": False, "unevaluatedProperties": {}}
+    for names in ({"type": "string"}, True):
+        schema |= without_effect | {"propertyNames": names}
+        assert accepts({"type": "object", "properties": {"a": schema}}, '{"a": {}}', kind)
 
 
 # Texts
 
 
-def drawn(grammar_of_rows, seed=0, **settings):
+def drawn(grammar_of_rows, seed=0, max_new_tokens=NEW, **settings):
     """Completions of a batch that has as many rows whatever is asked: the same program."""
-    rows = [*grammar_of_rows, *[None] * (ROWS - len(grammar_of_rows))]
-    prompts = [
-        Prompt("x", SamplingParams(seed=seed + row, **settings), NEW, grammar=g)
-        for row, g in enumerate(rows)
-    ]
-    return generate(MODEL, prompts)[: len(grammar_of_rows)]
+    prompts = []
+    for row, grammar in enumerate(grammar_of_rows):
+        sampling = SamplingParams(seed=seed + row, **settings)
+        prompts.append(Prompt("x", sampling, max_new_tokens, grammar=grammar))
+    others = [Prompt("x", SamplingParams(seed=seed), NEW)] * (ROWS - len(prompts))
+    return generate(MODEL, [*prompts, *others])[: len(prompts)]
 
 
 def test_texts_match_and_nothing_compiles_for_another_grammar():
     regexes = [*REGEXES, r"[ -~]{3,9}", r"<b>(.|\n)*</b>", "", "(a|b)*"]
-    found = drawn([Grammar("regex", regex) for regex in regexes])
+    grammars = [Grammar("regex", regex) for regex in regexes]
+    completions = drawn(grammars)
     programs = steps.decode_block._cache_size()
-    found += drawn(
-        [Grammar("regex", regex) for regex in reversed(regexes)],
-        50,
-        top_p=0.9,
-        repetition_penalty=1.2,
-    )
+    completions += drawn(grammars[::-1], 50, top_p=0.9, repetition_penalty=1.2)
     assert steps.decode_block._cache_size() == programs
-    finished = [
-        (regex, each.text)
-        for regex, each in zip(regexes + regexes[::-1], found, strict=True)
-        if each.finish_reason == "stop_id"
-    ]
-    assert len(finished) > 10
-    assert [regex for regex, text in finished if not re.fullmatch(regex, text)] == []
+    num_finished = 0
+    for regex, completion in zip(regexes + regexes[::-1], completions, strict=True):
+        if completion.finish_reason == "stop_id":
+            num_finished += 1
+            assert re.fullmatch(regex, completion.text)
+    assert num_finished > 10
 
 
 def test_greedy_texts_match_too():
@@ -547,32 +469,31 @@ def test_rows_without_a_grammar_do_not_know_of_it():
 
 
 def test_a_stream_is_what_is_made_whole():
-    settings = {"max_new_tokens": 30, "seed": 3, "grammar": Grammar("regex", "[a-f]{5,20}")}
-    (whole,) = generate(MODEL, "x", **settings)
-    assert "".join(stream(MODEL, "x", **settings)) == whole.text
+    grammar = Grammar("regex", "[a-f]{5,20}")
+    (whole,) = drawn([grammar], seed=3)
+    engine = Engine(MODEL, ROWS)  # whose programs are those of a batch
+    pieces = stream(MODEL, "x", seed=3, grammar=grammar, max_new_tokens=NEW, engine=engine)
+    assert "".join(pieces) == whole.text
     assert re.fullmatch("[a-f]{5,20}", whole.text)
 
 
 def test_a_text_that_is_cut_says_so():
-    (completion,) = generate(MODEL, "x", grammar=DATE, max_new_tokens=6)
+    (completion,) = drawn([DATE], max_new_tokens=6)
     assert completion.finish_reason == "length"
     assert re.fullmatch("[0-9]{4}-[0-9]", completion.text)
 
 
 def fields(**strategies):
-    return st.fixed_dictionaries(
-        {
-            name: value if hasattr(value, "map") else st.just(value)
-            for name, value in strategies.items()
-        }
-    )
+    strategies = {
+        name: value if hasattr(value, "map") else st.just(value)
+        for name, value in strategies.items()
+    }
+    return st.fixed_dictionaries(strategies)
 
 
 SCALAR = {"type": ["string", "integer", "null", "boolean"], "maxLength": 5}
-FORMATS, PATTERNS = (
-    ["date", "time", "date-time", "uuid", "ipv4"],
-    ["^[a-z]{2,5}$", "^[0-9]+$", "^(ab|cd)?$", "x{1,3}$"],
-)
+FORMATS = ["date", "time", "date-time", "uuid", "ipv4"]
+PATTERNS = ["^[a-z]{2,5}$", "^[0-9]+$", "^(ab|cd)?$", "x{1,3}$"]
 leaves = st.one_of(
     fields(type=st.sampled_from(["null", "boolean", "number", "integer"])),
     fields(type="string", minLength=st.integers(0, 3), maxLength=st.integers(3, 6)),
@@ -601,10 +522,9 @@ def nested(inner):
 
 schemas = st.recursive(leaves, nested, max_leaves=5)
 schemas |= fields(**{"$ref": "#/$defs/it", "$defs": fields(it=schemas)})
-FINISHED = []
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(schemas=st.lists(schemas, min_size=ROWS, max_size=ROWS), seed=st.integers(0, 2**31))
 def test_a_finished_answer_is_json_that_its_schema_allows(schemas, seed):
     asked = [Grammar("json_schema", json.dumps(schema)) for schema in schemas]
@@ -613,14 +533,11 @@ def test_a_finished_answer_is_json_that_its_schema_allows(schemas, seed):
             Matcher(grammar, BYTES, (2,))
         except UsageError:
             assume(False)
+    num_finished = 0
     for schema, completion in zip(schemas, drawn(asked, seed), strict=True):
         assert completion.finish_reason in ("stop_id", "length", "context")
-        FINISHED.append(completion.finish_reason == "stop_id")
-        if FINISHED[-1]:
-            jsonschema.validate(
-                json.loads(completion.text), schema, jsonschema.Draft202012Validator
-            )
-
-
-def test_most_answers_finished():
-    assert np.mean(FINISHED or [1]) > 0.7
+        if completion.finish_reason == "stop_id":
+            num_finished += 1
+            answer = json.loads(completion.text)
+            jsonschema.validate(answer, schema, jsonschema.Draft202012Validator)
+    assert num_finished >= ROWS // 2

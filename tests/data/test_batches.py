@@ -5,7 +5,7 @@ import itertools
 import grain
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jllama.data.batches import text_batch, training_batches, validation_batches
@@ -23,21 +23,25 @@ def batches(count, **changes):
     return np.stack([batch.tokens for batch in itertools.islice(iterator, count)])
 
 
-def test_windows_are_runs_of_the_text():
-    actual = batches(60)
-    assert actual.shape == (60, 4, 11)
-    assert actual.dtype == np.int32
-    np.testing.assert_array_equal(actual, actual[..., :1] + np.arange(11))
-
-
-@given(length=st.integers(11, 120), seq_len=st.integers(1, 10), seed=st.integers(0, 2**31))
-def test_each_epoch_covers_the_text_with_other_boundaries(length, seq_len, seed):
+@settings(max_examples=12)
+@given(
+    length=st.integers(11, 120),
+    seq_len=st.integers(1, 10),
+    batch_size=st.integers(3, 9),
+    seed=st.integers(0, 2**31),
+)
+@example(length=11, seq_len=10, batch_size=1, seed=0)
+def test_each_epoch_covers_the_text_with_other_boundaries(length, seq_len, batch_size, seed):
+    """Also where one begins within a batch."""
     windows = (length - 1) // seq_len
     iterator = training_batches(
-        TOKENS[:length], bos_id=BOS, batch_size=1, seq_len=seq_len, seed=seed
+        TOKENS[:length], bos_id=BOS, batch_size=min(batch_size, windows), seq_len=seq_len, seed=seed
     )
-    epochs = [np.stack([next(iterator).tokens[0] for _ in range(windows)]) for _ in range(3)]
-    for epoch in epochs:
+    rows = (row for batch in iterator for row in batch.tokens)
+    for _ in range(3):
+        epoch = np.stack([*itertools.islice(rows, windows)])
+        assert (epoch.shape, epoch.dtype) == ((windows, seq_len + 1), np.int32)
+        assert (np.diff(epoch) == 1).all()  # a run of the text
         offset = epoch.min()
         assert offset < seq_len or windows == 1
         assert set(range(offset + 1, length)) >= set(epoch[:, 1:].flat)
@@ -54,27 +58,25 @@ def test_epochs_differ_in_order_and_boundaries():
     np.testing.assert_array_equal(batches(5), batches(5))
 
 
-@pytest.mark.parametrize(
-    "before", [0, 1, 7, ONE_EPOCH - 1, ONE_EPOCH, ONE_EPOCH + 1, 3 * ONE_EPOCH + 2]
-)
+@pytest.mark.parametrize("before", [0, 1, ONE_EPOCH - 1, 2 * ONE_EPOCH + 2])
 def test_a_restored_iterator_goes_on_exactly(before):
-    everything = batches(before + 2 * ONE_EPOCH)
-    first = training_batches(TOKENS, bos_id=BOS, batch_size=4, seq_len=10, seed=1)
+    first, second = (
+        training_batches(TOKENS, bos_id=BOS, batch_size=4, seq_len=10, seed=1) for _ in range(2)
+    )
     for _ in range(before):
         next(first)
     state = first.get_state()
     assert state == {"next_index": before}
-    second = training_batches(TOKENS, bos_id=BOS, batch_size=4, seq_len=10, seed=1)
     next(second)
     second.set_state(state)
-    rest = [batch.tokens for batch in itertools.islice(second, 2 * ONE_EPOCH)]
-    np.testing.assert_array_equal(rest, everything[before:])
+    for _ in range(3):
+        np.testing.assert_array_equal(next(second).tokens, next(first).tokens)
 
 
-@pytest.mark.parametrize("rows", [slice(2, 4), [1], [0, 3]])
+@pytest.mark.parametrize("rows", [slice(2, 4), [0, 3]])
 def test_the_rows_of_a_process_are_those_of_the_whole_batch(rows):
     """Any can be asked for; the others, which are not read, are zeros."""
-    actual, whole = batches(60, rows=rows), batches(60)
+    actual, whole = batches(30, rows=rows), batches(30)
     np.testing.assert_array_equal(actual[:, rows], whole[:, rows])
     whole[:, rows] = 0
     actual[:, rows] = 0
@@ -84,22 +86,13 @@ def test_the_rows_of_a_process_are_those_of_the_whole_batch(rows):
 
 @given(data=st.data(), rows=st.integers(1, 4), width=st.integers(2, 12))
 def test_a_document_is_a_segment_and_its_first_token_no_target(data, rows, width):
-    windows = np.array(
-        data.draw(
-            st.lists(
-                st.lists(st.integers(0, 3), min_size=width, max_size=width),
-                min_size=rows,
-                max_size=rows,
-            )
-        )
-    )
+    count = rows * width
+    ids = data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
+    windows = np.reshape(ids, (rows, width))
     batch = text_batch(windows, bos_id=1)
     np.testing.assert_array_equal(batch.tokens, windows)
-    for row, segments in zip(windows, batch.segments, strict=True):
-        number = 1
-        for token, segment in zip(row, segments, strict=True):
-            number += token == 1
-            assert segment == number
+    for row, segments in zip(windows.tolist(), batch.segments.tolist(), strict=True):
+        assert segments == [1 + row[: place + 1].count(1) for place in range(width)]
     assert batch.counted.all()
     some = np.arange(windows.size).reshape(windows.shape) % 2 == 0
     np.testing.assert_array_equal(text_batch(windows, 1, some).counted, some)
@@ -108,9 +101,8 @@ def test_a_document_is_a_segment_and_its_first_token_no_target(data, rows, width
 def test_too_little_text():
     with pytest.raises(JllamaError, match="has 40 tokens, and one batch of 4 x 10 needs 41"):
         training_batches(TOKENS[:40], bos_id=BOS, batch_size=4, seq_len=10, seed=0)
-    assert next(
-        training_batches(TOKENS[:41], bos_id=BOS, batch_size=4, seq_len=10, seed=0)
-    ).tokens.shape == (4, 11)
+    iterator = training_batches(TOKENS[:41], bos_id=BOS, batch_size=4, seq_len=10, seed=0)
+    assert next(iterator).tokens.shape == (4, 11)
     for length in (0, 1):
         with pytest.raises(JllamaError, match=f"validation split has {length} tokens"):
             validation_batches(TOKENS[:length], bos_id=BOS, batch_size=4, seq_len=10)
@@ -162,7 +154,6 @@ def test_a_file_past_2_to_the_31_tokens_is_read_at_its_far_end(tmp_path):
 
     order = grain.MapDataset.range(windows).seed(0).shuffle()
     training = training_batches(tokens, bos_id=BOS, batch_size=1, seq_len=seq_len, seed=0)
-    training.set_state(
-        {"next_index": next(index for index in range(windows) if order[index] == windows - 1)}
-    )
+    index = next(index for index in range(windows) if order[index] == windows - 1)
+    training.set_state({"next_index": index})
     assert next(training).tokens[0, -1] == 65_535

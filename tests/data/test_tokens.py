@@ -3,15 +3,14 @@
 import gzip
 import json
 import os
-import signal
-import subprocess
-import sys
+import shutil
 import tracemalloc
+from unittest import mock
 
 import numpy as np
 import pytest
 from helpers import trained_llama3, trained_smollm
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jllama.data import corpus as corpora
@@ -35,12 +34,10 @@ def corpus(tmp_path):
 
 
 def config(corpus, **changes):
-    settings = {
-        "path": str(corpus),
-        "tokenizer": "bytes",
-        "cache_dir": str(corpus.parent / "cache"),
-    }
-    return DataConfig(**settings | changes)
+    cache_dir = str(corpus.parent / "cache")
+    return DataConfig(
+        **{"path": str(corpus), "tokenizer": "bytes", "cache_dir": cache_dir} | changes
+    )
 
 
 def split_documents(texts, fraction):
@@ -67,40 +64,29 @@ def documents(dataset, split):
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
 def test_every_document_is_in_one_split_between_bos_and_eos(corpus, tokenizer):
     dataset = prepare_data(config(corpus, tokenizer=tokenizer, vocab_size=300))
-    train, validation = documents(dataset, "train"), documents(dataset, "validation")
-    assert sorted(train + validation) == sorted(TEXTS)
-    assert validation == [
-        text for split, text in split_documents(TEXTS, 0.1) if split == "validation"
-    ]
-    for split, texts, ids in (
-        ("train", train, dataset.train),
-        ("validation", validation, dataset.validation),
-    ):
-        counts = dataset.counts[split]
-        assert counts == {
-            "tokens": len(ids),
-            "documents": len(texts),
-            "bytes": len("".join(texts).encode()),
-        }
-        extra = (
-            len(texts) if tokenizer == "bpe" else 0
-        )  # the space that SentencePiece puts in front
-        assert dataset.tokenizer.token_bytes()[ids].sum() == counts["bytes"] + extra
-    text = "".join(validation).encode()
+    expected = split_documents(TEXTS, 0.1)
+    assert sorted(text for _, text in expected) == sorted(TEXTS)
+    for split in SPLITS:
+        texts, ids = documents(dataset, split), getattr(dataset, split)
+        assert texts == [text for name, text in expected if name == split]
+        num_bytes = len("".join(texts).encode())
+        counts = {"tokens": len(ids), "documents": len(texts), "bytes": num_bytes}
+        assert dataset.counts[split] == counts
+        # SentencePiece puts a space in front of each text.
+        extra = len(texts) if tokenizer == "bpe" else 0
+        assert dataset.tokenizer.token_bytes()[ids].sum() == num_bytes + extra
+
+
+@pytest.mark.parametrize("limit", [50, 10**6])
+def test_gzip_is_measured_on_the_first_part_only(corpus, monkeypatch, limit):
+    monkeypatch.setattr(tokens, "GZIP_LIMIT", limit)
+    dataset = prepare_data(config(corpus))
+    text = "".join(documents(dataset, "validation")).encode()[:limit]
     assert dataset.counts["gzip_of_bytes"] == len(text)
     assert abs(dataset.counts["gzip_bytes"] - len(gzip.compress(text, 9))) <= 1
 
 
-def test_gzip_is_measured_on_the_first_part_only(corpus, monkeypatch):
-    monkeypatch.setattr(tokens, "GZIP_LIMIT", 50)
-    dataset = prepare_data(config(corpus))
-    text = "".join(documents(dataset, "validation")).encode()[:50]
-    assert (dataset.counts["gzip_of_bytes"], dataset.counts["gzip_bytes"]) == (
-        50,
-        len(gzip.compress(text, 9)),
-    )
-
-
+@settings(max_examples=10)
 @given(texts=st.lists(st.text(min_size=1), min_size=33, max_size=60), order=st.randoms())
 def test_the_split_of_many_documents_depends_on_nothing_but_their_text(texts, order):
     split = split_documents(texts, 0.3)
@@ -122,25 +108,8 @@ def test_few_documents_are_cut_each(texts, fraction):
 
 # Chunks
 
-PIECES = [
-    "the",
-    " the",
-    "user",
-    " 12",
-    "345",
-    "é",
-    "世界",
-    "!",
-    "?\n",
-    "\n",
-    "\r\n",
-    "\n\n",
-    " ",
-    "   ",
-    "\t",
-    "don't",
-    "▁",
-]
+PIECES = ["the", " the", "user", " 12", "345", "é", "世界", "!", "don't", "▁"]
+PIECES += ["?\n", "\n", "\r\n", "\n\n", " ", "   ", "\t"]
 TRAINING = ["the user the  user's 12 345 é 世界!\n\n\tthe user\r\n   don't?\n the!\n" * 30]
 
 
@@ -163,12 +132,12 @@ def chunks_of(text, step):
 
 def ids_in_chunks(tokenizer, texts):
     first, *rest = texts or [""]
-    return tokenizer.encode(first) + [
-        id for text in rest for id in tokens.encode_rest(tokenizer, text)
-    ]
+    others = [id for text in rest for id in tokens.encode_rest(tokenizer, text)]
+    return tokenizer.encode(first) + others
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=15)
 @given(
     st.lists(st.sampled_from(PIECES) | st.text(max_size=2), max_size=80).map("".join),
     st.integers(1, 40),
@@ -199,22 +168,20 @@ def test_a_text_without_a_place_to_cut_is_cut_somewhere_and_comes_back(text, mon
         assert tokenizer.decode(ids_in_chunks(tokenizer, texts)) == text
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
-@pytest.mark.parametrize("files", [1, 40])
+@pytest.mark.parametrize(("files", "tokenizer"), [(1, "bytes"), (40, "bpe")])
 def test_a_large_file_is_prepared_as_if_it_were_whole(tmp_path, monkeypatch, files, tokenizer):
-    texts = [
-        f"{number} the quick brown fox {number}é\n\n  and the dog\n" * 50 for number in range(files)
+    lines = [
+        f"{number} the quick brown fox {number}é\n\n  and the dog\n" for number in range(files)
     ]
+    texts = [line * 10 for line in lines]
     (tmp_path / "corpus").mkdir()
     for number, text in enumerate(texts):
         (tmp_path / "corpus" / f"{number:02}.txt").write_text(text)
-    settings = {"tokenizer": tokenizer, "vocab_size": 290}
-    whole = prepare_data(config(tmp_path / "corpus", **settings))
+    options = {"tokenizer": tokenizer, "vocab_size": 290}
+    whole = prepare_data(config(tmp_path / "corpus", **options))
     monkeypatch.setattr(corpora, "CHUNK", 100)
     monkeypatch.setattr(tokens, "GROUP_CHARS", 1)
-    chunks = prepare_data(
-        config(tmp_path / "corpus", cache_dir=str(tmp_path / "other"), **settings)
-    )
+    chunks = prepare_data(config(tmp_path / "corpus", cache_dir=str(tmp_path / "other"), **options))
     assert chunks.counts == whole.counts  # also the fingerprint of the vocabulary
     for split in SPLITS:
         np.testing.assert_array_equal(getattr(chunks, split), getattr(whole, split))
@@ -224,12 +191,13 @@ def test_a_large_file_is_prepared_as_if_it_were_whole(tmp_path, monkeypatch, fil
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
-def test_memory_does_not_grow_with_the_text(tmp_path, name):
+def test_memory_does_not_grow_with_the_text(tmp_path, name, monkeypatch):
     """Pitfall 48: a text that was tokenized as one string took 40 times its size."""
-    size = 30_000_000
-    with (gzip.open if name.endswith("gz") else open)(tmp_path / name, "wb") as file:
-        for _ in range(30):
-            file.write(b"the quick brown fox\n" * (size // 600))
+    size = 4_000_000
+    text = b"the quick brown fox\n" * (size // 20)
+    (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith("gz") else text)
+    monkeypatch.setattr(corpora, "CHUNK", 2**14)
+    monkeypatch.setattr(tokens, "GROUP_CHARS", 2**14)
     tracemalloc.start()
     dataset = prepare_data(config(tmp_path / name, validation_fraction=0.01))
     _, peak_bytes = tracemalloc.get_traced_memory()
@@ -238,53 +206,27 @@ def test_memory_does_not_grow_with_the_text(tmp_path, name):
     assert peak_bytes < size
 
 
-def test_one_document_is_cut_at_its_end(tmp_path):
-    (tmp_path / "a.txt").write_text("0123456789" * 10)
-    dataset = prepare_data(config(tmp_path / "a.txt", validation_fraction=0.25))
-    assert documents(dataset, "train") == [("0123456789" * 10)[:75]]
-    assert documents(dataset, "validation") == [("0123456789" * 10)[75:]]
-
-
-class Wide(BytesTokenizer):
-    """Byte ``b`` as the ``b``-th id from the end."""
-
-    def __init__(self, vocab_size):
-        self.vocab_size = vocab_size
-
-    def encode(self, text):
-        return [self.vocab_size - 1 - byte for byte in text.encode()]
-
-
-@pytest.mark.parametrize(
-    ("vocab_size", "dtype"), [(65_536, "uint16"), (65_537, "uint32"), (128_256, "uint32")]
-)
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, "uint16"), (65_537, "uint32")])
 def test_the_smallest_integer_that_holds_the_vocabulary(corpus, monkeypatch, vocab_size, dtype):
-    monkeypatch.setattr(tokens, "BytesTokenizer", lambda: Wide(vocab_size))
-    (corpus / "000.txt").write_text("\1 hello")
-    monkeypatch.setattr(tokens, "FEW_DOCUMENTS", 1000)
+    monkeypatch.setattr(BytesTokenizer, "vocab_size", vocab_size)
     dataset = prepare_data(config(corpus))
     assert dataset.train.dtype == dataset.validation.dtype == dtype
-    assert dataset.train[:3].tolist() == [1, vocab_size - 2, vocab_size - 1 - 32]
 
 
 def test_the_cache_is_used_until_the_corpus_or_the_tokenizer_changes(corpus, monkeypatch):
     first = prepare_data(config(corpus))
-    bpe = prepare_data(config(corpus, tokenizer="bpe", vocab_size=299))
+    options = {"tokenizer": "bpe", "vocab_size": 299}
+    bpe = prepare_data(config(corpus, **options))
     with monkeypatch.context() as patch:
         patch.setattr(tokens, "train_sentencepiece", None)
         patch.setattr(tokens, "_write_tokens", None)
         assert prepare_data(config(corpus)).fingerprint == first.fingerprint
-        assert (
-            prepare_data(config(corpus, tokenizer="bpe", vocab_size=299)).fingerprint
-            == bpe.fingerprint
-        )
+        assert prepare_data(config(corpus, **options)).fingerprint == bpe.fingerprint
         patch.setenv("JLLAMA_CACHE", str(corpus.parent / "cache"))
         assert prepare_data(config(corpus, cache_dir="")).fingerprint == first.fingerprint
     seen = {first.fingerprint, bpe.fingerprint}
-
-    written = []
-    write = tokens._write_tokens
-    monkeypatch.setattr(tokens, "_write_tokens", lambda *rest: written.append(rest) or write(*rest))
+    write = mock.Mock(side_effect=tokens._write_tokens)
+    monkeypatch.setattr(tokens, "_write_tokens", write)
 
     def is_new(**changes):
         fingerprint = prepare_data(config(corpus, **changes)).fingerprint
@@ -293,12 +235,11 @@ def test_the_cache_is_used_until_the_corpus_or_the_tokenizer_changes(corpus, mon
 
     def is_written_again(**changes):
         """But the tokens, which the fingerprint is of, are the same."""
-        before = len(written)
+        before = write.call_count
         assert prepare_data(config(corpus, **changes)).fingerprint == first.fingerprint
-        assert len(written) == before + 1
+        assert write.call_count == before + 1
 
     is_new(tokenizer="bpe", vocab_size=300)
-    is_new(tokenizer="bpe", vocab_size=301)
     is_new(validation_fraction=0.2)
     is_written_again(text_field="body")
     os.utime(corpus / "003.txt", ns=(1, 1))
@@ -327,14 +268,6 @@ def test_the_trained_tokenizer_never_saw_the_validation_split(corpus):
     assert dataset.tokenizer.fingerprint() == train_sentencepiece(train, 300).fingerprint()
 
 
-def test_small_groups_and_many_threads_give_the_same_files(corpus, monkeypatch):
-    whole = prepare_data(config(corpus))
-    monkeypatch.setattr(tokens, "GROUP_CHARS", 1)
-    pieces = prepare_data(config(corpus, cache_dir=str(corpus.parent / "other")))
-    for split in tokens.SPLITS:
-        np.testing.assert_array_equal(getattr(whole, split), getattr(pieces, split))
-
-
 def test_an_error_leaves_nothing_behind(corpus):
     (corpus / "999.txt").write_bytes(b"\xff")
     for tokenizer in ("bytes", "bpe"):
@@ -343,37 +276,31 @@ def test_an_error_leaves_nothing_behind(corpus):
         assert not list((corpus.parent / "cache").iterdir())
 
 
-def test_a_kill_leaves_nothing_that_looks_finished(corpus):
-    code = (
-        "import json, os, signal, sys\n"
-        "from jllama.data import tokens\n"
-        "from jllama.data.config import DataConfig\n"
-        "tokens.json.dumps = lambda *args, kill=json.dumps, **kw: "
-        "os.kill(os.getpid(), signal.SIGKILL) if kw else kill(*args)\n"
-        "tokens.prepare_data(DataConfig(**eval(sys.argv[1])))"
-    )
-    settings = {
-        "path": str(corpus),
-        "tokenizer": "bytes",
-        "cache_dir": str(corpus.parent / "cache"),
-    }
-    killed = subprocess.run([sys.executable, "-c", code, repr(settings)], capture_output=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-    (partial,) = (corpus.parent / "cache").iterdir()
+def test_a_kill_leaves_nothing_that_looks_finished(corpus, monkeypatch):
+    """What stands on disk before the last file is written is what a kill would leave."""
+    killed, dumps = corpus.parent / "killed", json.dumps
+
+    def copy_and_dump(*args, **options):
+        if options:
+            shutil.copytree(corpus.parent / "cache", killed)
+        return dumps(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(json, "dumps", copy_and_dump)
+        expected = prepare_data(config(corpus))
+    (partial,) = killed.iterdir()
     assert partial.name.endswith(".partial")
     assert (partial / "train.bin").stat().st_size
-    assert sorted(documents(prepare_data(config(corpus)), "train")) != []
+    actual = prepare_data(config(corpus, cache_dir=str(killed)))
+    assert actual.fingerprint == expected.fingerprint
     assert partial.exists()  # it may be another process at work
 
 
 def test_a_rename_that_fails_is_told(corpus, monkeypatch):
-    def rename(self, target):
-        raise OSError(28, "No space left on device")
-
+    rename = mock.Mock(side_effect=OSError(28, "No space left on device"))
     monkeypatch.setattr("pathlib.Path.replace", rename)
-    with pytest.raises(
-        JllamaError, match=r"cannot write .*tokens-.*: No space left on device; make room"
-    ):
+    message = "cannot write .*tokens-.*: No space left on device; make room"
+    with pytest.raises(JllamaError, match=message):
         prepare_data(config(corpus))
     assert not list((corpus.parent / "cache").iterdir())
 
@@ -397,14 +324,11 @@ def test_a_damaged_or_unwritable_cache_is_told(corpus):
     (folder,) = (corpus.parent / "cache").iterdir()
     report = json.loads((folder / "counts.json").read_text())
     assert report["dtype"] == "uint16"
-    (folder / "train.bin").write_bytes(b"ab")
-    with pytest.raises(
-        JllamaError, match=r"tokens-.* must be deleted, since it does not hold what was written"
-    ):
-        prepare_data(config(corpus))
-    (folder / "counts.json").write_text("{")
-    with pytest.raises(JllamaError, match="does not hold what was written there"):
-        prepare_data(config(corpus))
+    for name, content in (("train.bin", "ab"), ("counts.json", "{")):
+        (folder / name).write_text(content)
+        message = "tokens-.* must be deleted, since it does not hold what was written there"
+        with pytest.raises(JllamaError, match=message):
+            prepare_data(config(corpus))
     with pytest.raises(JllamaError, match=r"cannot write .*: .*make room or set data.cache_dir"):
         prepare_data(config(corpus, cache_dir=os.devnull))
 
@@ -412,9 +336,8 @@ def test_a_damaged_or_unwritable_cache_is_told(corpus):
 def test_an_empty_split_is_told(corpus, monkeypatch):
     monkeypatch.setattr(tokens, "FEW_DOCUMENTS", 1)
     for split, fraction in (("validation", 1e-9), ("train", 1 - 1e-9)):
-        with pytest.raises(
-            JllamaError, match=f"the {split} split is empty: the corpus has 100 documents"
-        ):
+        message = f"the {split} split is empty: the corpus has 100 documents"
+        with pytest.raises(JllamaError, match=message):
             prepare_data(config(corpus, validation_fraction=fraction))
 
 
@@ -425,14 +348,8 @@ def test_an_empty_split_is_told(corpus, monkeypatch):
         ({"tokenizer": ""}, "data.tokenizer is empty"),
         ({"text_field": ""}, "data.text_field is empty"),
         ({"vocab_size": 259}, "data.vocab_size is 259; it must be at least 260"),
-        (
-            {"validation_fraction": 0.0},
-            r"data.validation_fraction is 0.0; it must be between 0 and 1",
-        ),
-        (
-            {"validation_fraction": 1.0},
-            r"data.validation_fraction is 1.0; it must be between 0 and 1",
-        ),
+        ({"validation_fraction": 0.0}, "data.validation_fraction is 0.0; it must be between 0 an"),
+        ({"validation_fraction": 1.0}, "data.validation_fraction is 1.0; it must be between 0 an"),
     ],
 )
 def test_bad_settings(changes, message):

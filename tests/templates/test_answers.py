@@ -5,12 +5,13 @@ says what is in them.
 """
 
 import collections
-import json
+import itertools
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import transformers
-from hard_text import texts_with
+from hard_text import CHAT_CORPUS, texts
 from helpers import trained_llama3, trained_smollm
 from helpers_real import (
     GRANITE_TOKENS,
@@ -22,7 +23,7 @@ from helpers_real import (
     real_qwen,
     real_tekken,
 )
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jllama.checkpoints.gguf_file import read_gguf_file
@@ -36,7 +37,6 @@ from jllama.templates.messages import (
     find_template,
     openai_messages,
 )
-from jllama.templates.template import render
 from jllama.tokenizers import (
     HuggingFaceTokenizer,
     load_tokenizer,
@@ -46,15 +46,10 @@ from jllama.tokenizers import (
 from jllama.tokenizers.base import TokenType
 from jllama.tokenizers.gguf import from_gguf
 
-CORPUS = [
-    "the system says hello to the user and the assistant, don't they? 12 345\n\n  user\n héllo "
-    "世界 [INST] <<SYS>>\n" * 20
-]
-
 
 def phi_3():
     """SentencePiece with more special tokens, which drop the white space behind them."""
-    vocabulary = train_sentencepiece(CORPUS, 340).vocabulary()
+    vocabulary = train_sentencepiece(CHAT_CORPUS, 340).vocabulary()
     count = len(PHI_TOKENS)
     return HuggingFaceTokenizer.from_vocabulary(
         vocabulary._replace(
@@ -68,15 +63,17 @@ def phi_3():
 
 
 TOYS = {
-    "llama2": lambda: train_sentencepiece(CORPUS, 340),
-    "llama3": lambda: trained_llama3(CORPUS, 350),
-    "smollm2": lambda: trained_smollm(CORPUS, 350),
-    "qwen": lambda: trained_smollm(CORPUS, 350, "qwen2", QWEN_TOKENS, (0, 2)),
-    "phi": lambda: trained_smollm(CORPUS, 350, "dbrx", PHI_TOKENS, (0, 0)),
+    "llama2": lambda: train_sentencepiece(CHAT_CORPUS, 340),
+    "llama3": lambda: trained_llama3(CHAT_CORPUS, 350),
+    "smollm2": lambda: trained_smollm(CHAT_CORPUS, 350),
+    "qwen": lambda: trained_smollm(CHAT_CORPUS, 350, "qwen2", QWEN_TOKENS, (0, 2)),
+    "phi": lambda: trained_smollm(CHAT_CORPUS, 350, "dbrx", PHI_TOKENS, (0, 0)),
     "phi3": phi_3,
-    "granite": lambda: trained_smollm(CORPUS, 350, "smollm", GRANITE_TOKENS, (0, 0)),
-    "mistral_v3": lambda: train_sentencepiece(CORPUS, 340),
-    "mistral": lambda: trained_smollm(CORPUS, 350, "tekken", MISTRAL_TOKENS, (1, 2), add_bos=True),
+    "granite": lambda: trained_smollm(CHAT_CORPUS, 350, "smollm", GRANITE_TOKENS, (0, 0)),
+    "mistral_v3": lambda: train_sentencepiece(CHAT_CORPUS, 340),
+    "mistral": lambda: trained_smollm(
+        CHAT_CORPUS, 350, "tekken", MISTRAL_TOKENS, (1, 2), add_bos=True
+    ),
 }
 REAL = {
     "llama2": lambda: load_tokenizer(real_file("mistral_tokenizer.model")),
@@ -92,90 +89,27 @@ REAL = {
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
 STOCK = {path.stem: path.read_text() for path in (Path(__file__).parent / "stock").glob("*.jinja")}
 
-CHATML = "'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'"
-CHATML_TAGGED = (
-    "'<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}"
-    "{% generation %}"
-    "{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}"
-    "{{ message['content'] + '<|im_end|>' }}"
-    "{% endif %}{{ '\n'"
-)
-LLAMA_3 = (
-    "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ "
-    "message['content'] | trim + '<|eot_id|>'"
-)
-LLAMA_3_TAGGED = (
-    "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}"
-    "{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] | trim + '<|eot_id|>' }}{% endgeneration %}{% else %}"
-    "{{ message['content'] | trim + '<|eot_id|>' }}{% endif %}{{- ''"
-)
-OPEN, CLOSE = "{% generation %}", "{% endgeneration %}"
-TAGGED = {  # the tokenizer's kind, what is replaced, and by what
-    "chatml": ("smollm2", CHATML, CHATML_TAGGED),
-    "smollm2": ("smollm2", CHATML, CHATML_TAGGED),
-    "llama2": ("llama2", "{{ ' '  + content.strip() + ' ' + eos_token }}", None),
-    "mistral": ("llama2", "{{ message['content'] + eos_token}}", None),
-    "mistral_v0.2": (
-        "llama2",
-        '{{- " " + message["content"] + eos_token}}',
-        '{{- "" }}{% generation %}{{- " " + message["content"] + eos_token -}}{% endgeneration %}',
-    ),
-    "zephyr": (
-        "llama2",
-        "{{ '<|assistant|>\n'  + message['content'] + eos_token }}\n",
-        "{{ '<|assistant|>\n' }}{% generation %}{{ message['content'] + eos_token }}"
-        "{% endgeneration %}{{ '\n' }}",
-    ),
-    "llama3": ("llama3", STOCK["llama3"], STOCK["llama3_training"]),
-    "llama3_1": ("llama3", LLAMA_3, LLAMA_3_TAGGED),
-    "llama3_2": ("llama3", LLAMA_3, LLAMA_3_TAGGED),
-    "qwen2_5": (
-        "qwen",
-        "'<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n'",
-        "'<|im_start|>' + message.role + '\\n' }}{%- if message.role == 'assistant' %}"
-        "{% generation %}{{- message.content + '<|im_end|>' }}{% endgeneration %}{% else %}"
-        "{{- message.content + '<|im_end|>' }}{% endif %}{{- '\\n'",
-    ),
+TAGGED = {  # the tokenizer's kind, what stands before an answer, and what writes it
+    "chatml": ("smollm2", "message['role'] + '\n' + ", "message['content'] + '<|im_end|>'"),
+    "smollm2": ("smollm2", "message['role'] + '\n' + ", "message['content'] + '<|im_end|>'"),
+    "llama2": ("llama2", "{{ ", "' '  + content.strip() + ' ' + eos_token"),
+    "mistral": ("llama2", "{{ ", "message['content'] + eos_token"),
+    "mistral_v0.2": ("llama2", "{{- ", '" " + message["content"] + eos_token'),
+    "mistral_v0.3": ("mistral_v3", "{{- ", '" " + message["content"] + eos_token'),
+    "mistral_nemo": ("mistral", "{{- ", 'message["content"] + eos_token'),
+    "zephyr": ("llama2", "'<|assistant|>\n'  + ", "message['content'] + eos_token"),
+    "llama3": ("llama3", None, None),
+    "llama3_1": ("llama3", "|>\\n\\n'+ ", "message['content'] | trim + '<|eot_id|>'"),
+    "llama3_2": ("llama3", "|>\\n\\n'+ ", "message['content'] | trim + '<|eot_id|>'"),
+    "qwen2_5": ("qwen", "message.role + '\\n' + ", "message.content + '<|im_end|>'"),
     "qwen3": ("qwen", None, None),
-    "mistral_v0.3": ("mistral_v3", '{{- " " + message["content"] + eos_token}}', None),
-    "mistral_nemo": ("mistral", '{{- message["content"] + eos_token}}', None),
-    "phi3": (
-        "phi",
-        "{{'<|assistant|>\n' + message['content'] + '<|end|>\n'}}",
-        "{{'<|assistant|>\n'}}{% generation %}{{ message['content'] + '<|end|>' }}"
-        "{% endgeneration %}{{ '\n'}}",
-    ),
-    "phi4": (
-        "phi",
-        "{{'<|im_start|>assistant<|im_sep|>' + message['content'] + '<|im_end|>'}}",
-        "{{'<|im_start|>assistant<|im_sep|>'}}{% generation %}"
-        "{{ message['content'] + '<|im_end|>'}}{% endgeneration %}",
-    ),
-    "phi4_mini": (
-        "phi",
-        "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}",
-        "{{ '<|' + message['role'] + '|>' }}{% if message['role'] == 'assistant' %}"
-        "{% generation %}{{ message['content'] + '<|end|>' }}{% endgeneration %}{% else %}"
-        "{{ message['content'] + '<|end|>' }}{% endif %}",
-    ),
-    "olmo2": (
-        "phi",
-        "'<|assistant|>\n'  + message['content'] + eos_token",
-        "'<|assistant|>\n' }}{% generation %}{{ message['content'] + eos_token }}"
-        "{% endgeneration %}{{ ''",
-    ),
-    "granite3_3": (
-        "granite",
-        "{{- '<|start_of_role|>' + message['role'] + '<|end_of_role|>' + message['content'] + "
-        "'<|end_of_text|>\n' }}",
-        "{{- '<|start_of_role|>' + message['role'] + '<|end_of_role|>' }}"
-        "{%- if message['role'] == 'assistant' %}{% generation %}"
-        "{{- message['content'] + '<|end_of_text|>' }}{% endgeneration %}{% else %}"
-        "{{- message['content'] + '<|end_of_text|>' }}{% endif %}{{- '\n' }}",
-    ),
+    "phi3": ("phi", "'<|assistant|>\n' + ", "message['content'] + '<|end|>'"),
+    "phi3_5": ("phi3", "'<|assistant|>\n' + ", "message['content'] + '<|end|>'"),
+    "phi4": ("phi", "assistant<|im_sep|>' + ", "message['content'] + '<|im_end|>'"),
+    "phi4_mini": ("phi", "'|>' + ", "message['content'] + '<|end|>'"),
+    "olmo2": ("phi", "'<|assistant|>\n'  + ", "message['content'] + eos_token"),
+    "granite3_3": ("granite", "end_of_role|>' + ", "message['content'] + '<|end_of_text|>'"),
 }
-TAGGED["phi3_5"] = ("phi3", *TAGGED["phi3"][1:])
 NO_SYSTEM = ["mistral", "mistral_v0.3", "mistral_nemo"]
 QWEN3 = {
     "{{- '<|im_start|>' + message.role + '\\n<think>\\n' + reasoning_content.strip('\\n') + "
@@ -193,9 +127,19 @@ QWEN3 = {
 
 
 def tagged(name):
-    _, stock, replacement = TAGGED[name]
-    replacements = {stock: replacement or f"{OPEN}{stock}{CLOSE}"} if stock else QWEN3
+    if name == "llama3":
+        return STOCK["llama3_training"]
     template = STOCK[name]
+    for end in ("<|end|>", "<|end_of_text|>"):
+        template = template.replace(f"{end}\n'", f"{end}' + '\n'")
+    _, begin, content = TAGGED[name]
+    replacements = QWEN3
+    if begin:
+        tags = (
+            "{% generation %}{{- CONTENT }}{% endgeneration %}{% else %}{{- CONTENT }}{% endif %}"
+        )
+        answer = "{% if message['role'] == 'assistant' %}" + tags.replace("CONTENT", content)
+        replacements = {begin + content: begin + "'' }}" + answer + "{{- ''"}
     for text, other in replacements.items():
         assert text in template
         template = template.replace(text, other)
@@ -218,9 +162,8 @@ def tokenizers(request, tmp_path_factory):
 
 
 def jllama_tokens(tokenizer, template, messages, tools=None):
-    return conversation_tokens(
-        tokenizer, template, messages, end_of_turn_ids(tokenizer, [tokenizer.eos_id]), tools
-    )
+    stop_ids = end_of_turn_ids(tokenizer, [tokenizer.eos_id])
+    return conversation_tokens(tokenizer, template, messages, stop_ids, tools)
 
 
 def peer_tokens(peer, template, messages, tools=None):
@@ -231,45 +174,15 @@ def peer_tokens(peer, template, messages, tools=None):
 
 def counted_texts(tokenizer, ids, counted):
     """The text of each run of counted tokens, special tokens spelled out."""
-    special = {id: text for text, id in tokenizer.special_tokens.items()}
-    runs = [[]]
-    for id, counts in zip(ids, counted, strict=True):
-        if counts:
-            runs[-1].append(id)
-        elif runs[-1]:
-            runs.append([])
+    special = {id: text.encode() for text, id in tokenizer.special_tokens.items()}
     texts = []
-    for run in filter(None, runs):
-        names = [(special.get(id), id) for id in run]
-        text, plain = "", []
-        for name, id in [*names, ("", None)]:
-            if name is None:
-                plain.append(id)
-            else:
-                text, plain = text + tokenizer.decode(plain) + name, []
-        texts.append(text)
+    for counts, run in itertools.groupby(zip(ids, counted, strict=True), lambda pair: pair[1]):
+        if counts:
+            pieces = [special.get(id, tokenizer.pieces[id]) for id, _ in run]
+            texts.append(b"".join(pieces).decode())
     return texts
 
 
-WORDS = [
-    "the user",
-    "é",
-    "世界",
-    "👩‍👩‍👧",
-    "12",
-    "[INST]",
-    "{{ x }}",
-    "don't",
-    " ",
-    "  ",
-    "\n",
-    "\n\n",
-    "\t",
-    "\0",
-    "☀",
-]
-SPECIALS = ["</s>", "<s>", "<|im_end|>", "<|eot_id|>", "<|im_", "|>", "<|im_start|>assistant\n"]
-texts = texts_with(WORDS + SPECIALS)
 turns = st.lists(st.tuples(texts, texts), min_size=1, max_size=4)
 
 
@@ -285,6 +198,7 @@ PLAIN = [("hello", "the user says"), ("12", "345 to the assistant")]
 
 
 @pytest.mark.parametrize("name", TAGGED)
+@settings(max_examples=8)
 @given(exchanges=turns, system=st.none() | texts)
 @example(exchanges=PLAIN, system="the system")
 @example(exchanges=[("a", ""), ("", " \n"), ("b", "\nc\n")], system=None)
@@ -302,41 +216,6 @@ def test_stock_templates_count_what_tags_around_the_answers_would(
     assert (ids, counted) == jllama_tokens(tokenizer, tagged(name), messages)
 
 
-@pytest.mark.parametrize(
-    ("name", "before", "end"),
-    [
-        ("chatml", "", "<|im_end|>"),
-        ("smollm2", "", "<|im_end|>"),
-        ("llama3", "", "<|eot_id|>"),
-        ("llama3_1", "", "<|eot_id|>"),
-        ("llama3_2", "", "<|eot_id|>"),
-        ("llama2", " ", " </s>"),
-        ("mistral", "", "</s>"),
-        ("mistral_v0.2", " ", "</s>"),
-        ("zephyr", "", "</s>"),
-        ("qwen2_5", "", "<|im_end|>"),
-        ("qwen3", "", "<|im_end|>"),
-        ("mistral_v0.3", " ", "</s>"),
-        ("mistral_nemo", "", "</s>"),
-        ("phi3", "", "<|end|>"),
-        ("phi3_5", "", "<|end|>"),
-        ("phi4", "", "<|im_end|>"),
-        ("phi4_mini", "", "<|end|>"),
-        ("olmo2", "", "<|endoftext|>"),
-        ("granite3_3", "", "<|end_of_text|>"),
-    ],
-)
-def test_the_counted_tokens_are_the_answers_and_their_ends(tokenizers, name, before, end):
-    tokenizer, _ = tokenizers[TAGGED[name][0]]
-    messages = conversation(PLAIN, None if name in NO_SYSTEM else "the system")
-    actual = counted_texts(tokenizer, *jllama_tokens(tokenizer, STOCK[name], messages))
-    # SentencePiece's decoding leaves out the first space, which is in the first word's token.
-    assert actual in (
-        [before + answer + end for _, answer in PLAIN],
-        [answer + end for _, answer in PLAIN],
-    )
-
-
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich"}}}
 ASKED = [
@@ -349,13 +228,11 @@ ASKED = [
 
 
 @pytest.mark.parametrize("name", ["llama3_1", "llama3_2"])
-@pytest.mark.parametrize("absent", [True, False])
-def test_a_call_of_a_tool_counts_and_its_result_does_not(tokenizers, name, absent):
+def test_a_call_of_a_tool_counts_and_its_result_does_not(tokenizers, name):
     tokenizer, peer = tokenizers["llama3"]
-    messages = [
-        {key: value for key, value in message.items() if value is not None or not absent}
-        for message in ASKED
-    ]
+    messages = list(ASKED)
+    if name == "llama3_2":  # a content may be missing, too
+        messages[2] = {"role": "assistant", "tool_calls": [CALL]}
     ids, counted = jllama_tokens(tokenizer, STOCK[name], messages, TOOLS)
     assert ids == peer.apply_chat_template(
         messages, TOOLS, chat_template=STOCK[name], return_dict=False
@@ -364,25 +241,19 @@ def test_a_call_of_a_tool_counts_and_its_result_does_not(tokenizers, name, absen
     assert counted_texts(tokenizer, ids, counted) == [call, "the user says 22<|eot_id|>"]
 
 
-@given(exchanges=turns, system=st.none() | texts)
-def test_the_training_template_of_trl(tokenizers, exchanges, system):
-    """Its tags are taken as they are: the newlines around an answer are in them."""
-    tokenizer, peer = tokenizers["smollm2"]
-    messages, template = conversation(exchanges, system), STOCK["qwen2_5_training"]
-    assert jllama_tokens(tokenizer, template, messages) == peer_tokens(peer, template, messages)
-    actual = peer_tokens(peer, template, ASKED, TOOLS)
-    assert jllama_tokens(tokenizer, template, ASKED, TOOLS) == actual
-    assert (
-        json.dumps({"city": "Zürich"}, ensure_ascii=False) in counted_texts(tokenizer, *actual)[0]
-    )
-
-
-@pytest.mark.parametrize("name", ["qwen3_training", "smollm3"])
+@pytest.mark.parametrize("name", ["qwen2_5_training", "qwen3_training", "smollm3"])
+@settings(max_examples=8)
 @given(exchanges=turns, system=st.none() | texts | st.just("be /no_think"))
-def test_the_tags_of_other_templates_are_taken_as_they_are(tokenizers, name, exchanges, system):
+def test_the_tags_of_templates_are_taken_as_they_are(tokenizers, name, exchanges, system):
+    """Also where the newlines around an answer are in them, as in those of TRL."""
     tokenizer, peer = tokenizers["qwen"]
-    messages, template = conversation(exchanges, system), STOCK[name]
-    assert jllama_tokens(tokenizer, template, messages) == peer_tokens(peer, template, messages)
+    for template, messages, tools in (
+        (STOCK[name], conversation(exchanges, system), None),
+        (find_template(tokenizer, STOCK[name]), ASKED, TOOLS),
+    ):
+        actual = jllama_tokens(tokenizer, template, messages, tools)
+        assert actual == peer_tokens(peer, template, messages, tools)
+    assert '{"city": "Zürich"}}\n</tool_call>' in counted_texts(tokenizer, *actual)[0]
 
 
 def thinks(content, thoughts=None):
@@ -396,6 +267,7 @@ inline = st.sampled_from(
 )
 
 
+@settings(max_examples=15)
 @given(
     exchanges=st.lists(st.tuples(texts, thoughts, inline, texts), min_size=1, max_size=3),
     calls=st.booleans(),
@@ -413,10 +285,8 @@ def test_thoughts_that_qwen3s_template_writes_count(tokenizers, exchanges, calls
             message = thinks("", thought) | {"tool_calls": [CALL]}
             messages += [message, {"role": "tool", "content": "22"}]
         messages.append(thinks(begin + answer, thought))
-    template = tagged("qwen3")
-    assert jllama_tokens(tokenizer, STOCK["qwen3"], messages, TOOLS) == peer_tokens(
-        peer, template, messages, TOOLS
-    )
+    expected = peer_tokens(peer, tagged("qwen3"), messages, TOOLS)
+    assert jllama_tokens(tokenizer, STOCK["qwen3"], messages, TOOLS) == expected
 
 
 def test_thoughts_that_a_template_drops_are_noted(tokenizers):
@@ -465,36 +335,22 @@ def test_each_familys_calls_are_learned_as_its_models_write_them(tokenizers, nam
     assert before + "the user says 22" in tokenizer.decode(ids)
 
 
-def test_smollm3s_tags_hold_its_calls(tokenizers):
-    tokenizer, peer = tokenizers["qwen"]
-    template = find_template(tokenizer, STOCK["smollm3"])
-    actual = jllama_tokens(tokenizer, template, ASKED, TOOLS)
-    text = "<|im_start|>assistant\n<tool_call>\n" + SHORT[1:] + "}\n</tool_call><|im_end|>\n"
-    assert counted_texts(tokenizer, *actual)[0] == text
-    assert actual == peer_tokens(peer, template, ASKED, TOOLS)
-
-
 def test_tags_without_the_end_of_an_answer(tokenizers):
     """The end counts, or nothing would be learned about when to stop; what follows it does not."""
     tokenizer, _ = tokenizers["smollm2"]
-    inside = "{{ message['content'] }}{% endgeneration %}{{ '<|im_end|>' }}"
-    without = tagged("chatml").replace(
-        "{{ message['content'] + '<|im_end|>' }}{% endgeneration %}", inside
-    )
+    template, inside = tagged("chatml"), " + '<|im_end|>' }}{% endgeneration %}"
+    assert inside in template
+    without = template.replace(inside, " }}{% endgeneration %}{{ '<|im_end|>' }}")
     messages = conversation([*PLAIN, ("a", "")])
-    assert without != tagged("chatml")
-    assert jllama_tokens(tokenizer, without, messages) == jllama_tokens(
-        tokenizer, tagged("chatml"), messages
-    )
+    expected = jllama_tokens(tokenizer, template, messages)
+    assert jllama_tokens(tokenizer, without, messages) == expected
 
 
 def test_an_end_in_the_tags_is_the_only_one(tokenizers):
     """What ends the text may follow it; as in transformers, it does not count."""
     tokenizer, peer = tokenizers["smollm2"]
-    template, messages = (
-        tagged("chatml").replace("{{ '\n'}}{% endfor %}", "<|endoftext|>{% endfor %}"),
-        conversation(PLAIN),
-    )
+    template = tagged("chatml").replace("'\n'}}{% endfor %}", "'<|endoftext|>'}}{% endfor %}")
+    messages = conversation(PLAIN)
     actual = conversation_tokens(tokenizer, template, messages, [0, 2])
     assert actual[0].count(0) == 4
     assert actual == peer_tokens(peer, template, messages)
@@ -517,26 +373,15 @@ def test_an_end_in_the_tags_is_the_only_one(tokenizers):
 )  # fmt: skip
 def test_templates_whose_parts_do_not_follow_each_other(tokenizers, name, template):
     tokenizer, _ = tokenizers["smollm2"]
-    actual = counted_texts(
-        tokenizer, *jllama_tokens(tokenizer, template, conversation(PLAIN, "the system"))
-    )
+    actual, _ = tokens_and_notes(tokenizer, template, conversation(PLAIN, "the system"))
     assert actual == [f"{answer}<|im_end|>" for _, answer in PLAIN]
 
 
 def test_a_greeting_and_two_answers_in_a_row(tokenizers):
     tokenizer, _ = tokenizers["smollm2"]
-    pairs = [
-        ("assistant", "hello"),
-        ("user", "a"),
-        ("assistant", "12"),
-        ("assistant", "the user"),
-        ("user", "b"),
-    ]
-    messages = [{"role": role, "content": content} for role, content in pairs]
-    actual = counted_texts(
-        tokenizer,
-        *jllama_tokens(tokenizer, STOCK["smollm2"].replace("loop.first", "false"), messages),
-    )
+    messages = [thinks("hello"), *says(thinks("12"), thinks("the user")), *says()]
+    template = STOCK["smollm2"].replace("loop.first", "false")
+    actual, _ = tokens_and_notes(tokenizer, template, messages)
     assert actual == ["hello<|im_end|>", "12<|im_end|>", "the user<|im_end|>"]
 
 
@@ -544,92 +389,50 @@ def test_an_end_further_on_is_another_messages(tokenizers):
     """Where a template ends no answer, the next question's end is not counted."""
     tokenizer, _ = tokenizers["smollm2"]
     template = (
-        "{% for m in messages %}{{ m.role + ': ' + m.content + ('<|im_end|>' if m.role "
-        "== 'user') + '\n' }}{% endfor %}"
+        "{% for m in messages %}{{ m.role + ': ' + m.content + "
+        "('<|im_end|>' if m.role == 'user' else '') + '\n' }}{% endfor %}"
     )
-    actual = counted_texts(
-        tokenizer,
-        *jllama_tokens(
-            tokenizer, template.replace("'user')", "'user' else '')"), conversation(PLAIN)
-        ),
-    )
-    assert [text.strip() for text in actual] == [answer for _, answer in PLAIN]
-
-
-def shifted(actual, by):
-    ids, counted = actual
-    return ids, counted[by:] + counted[:by]
+    actual, _ = tokens_and_notes(tokenizer, template, conversation(PLAIN))
+    assert actual == [answer for _, answer in PLAIN]
 
 
 def counting(roles):
     """Messages of these roles count, as if they were answers."""
 
     def render_answers(template, variables, indices):
-        messages = variables["messages"]
-        return original(
-            template,
-            variables,
-            [i for i, message in enumerate(messages) if message["role"] in roles],
-        )
+        messages = enumerate(variables["messages"])
+        indices = [index for index, message in messages if message["role"] in roles]
+        return render_original(template, variables, indices)
 
-    original = answers.render_answers
     return render_answers
 
 
 def with_headers(template, variables, indices):
     rendered = render_original(template, variables, indices)
-    return rendered._replace(
-        spans=[(start - len("assistant\n"), *rest) for start, *rest in rendered.spans]
-    )
+    spans = [(start - len("assistant\n"), *rest) for start, *rest in rendered.spans]
+    return rendered._replace(spans=spans)
 
 
 render_original = answers.render_answers
 
 
 @pytest.mark.parametrize(
-    "mistake", ["header", "end", "user", "system", "tail", "before", "after", "bos"]
+    ("name", "mistake"),
+    [
+        ("render_answers", with_headers),
+        ("render_answers", counting(["assistant", "user"])),
+        ("render_answers", counting(["assistant", "system"])),
+        ("_special_at", lambda *_: ""),
+    ],
 )
-def test_mistakes_are_seen(tokenizers, mistake, monkeypatch):
-    """Each one planted, transformers gives other tokens or another mask."""
-    kind, name = ("llama3", "llama3") if mistake == "bos" else ("smollm2", "chatml")
-    tokenizer, peer = tokenizers[kind]
-    messages, template = conversation(PLAIN, "the system"), STOCK[name]
-    right = peer_tokens(peer, tagged(name), messages)
-    assert jllama_tokens(tokenizer, template, messages) == right
-    stop_ids = end_of_turn_ids(tokenizer, [tokenizer.eos_id])
-    if mistake == "header":
-        monkeypatch.setattr(answers, "render_answers", with_headers)
-    elif mistake in ("user", "system"):
-        monkeypatch.setattr(answers, "render_answers", counting(["assistant", mistake]))
-    elif mistake == "end":
-        monkeypatch.setattr(answers, "_special_at", lambda *_: "")
-    elif mistake == "tail":  # what follows the end
-        template = (
-            tagged(name)
-            .replace("{% endif %}{{ '\n'", "{% endif %}{% generation %}{{ '\n'")
-            .replace("'\n'}}{% endfor", "'\n'}}{% endgeneration %}{% endfor")
-        )
-    elif mistake == "bos":
-        encode = type(tokenizer).encode_with_special_tokens
-        monkeypatch.setattr(
-            type(tokenizer),
-            "encode_with_special_tokens",
-            lambda self, text: [self.bos_id, *encode(self, text)],
-        )
-    actual = conversation_tokens(tokenizer, template, messages, stop_ids)
-    actual = shifted(actual, {"before": 1, "after": -1}.get(mistake, 0))
-    assert actual != right
-    assert (actual[0] != right[0]) == (mistake == "bos")
-
-
-def test_one_bos_where_tokenizer_and_template_have_it(tokenizers):
-    for kind, name in (("llama3", "llama3"), ("llama2", "mistral")):
-        tokenizer, _ = tokenizers[kind]
-        assert tokenizer.add_bos
-        assert (
-            jllama_tokens(tokenizer, STOCK[name], conversation(PLAIN))[0].count(tokenizer.bos_id)
-            == 1
-        )
+def test_mistakes_are_seen(tokenizers, name, mistake, monkeypatch):
+    """Each one planted, transformers gives another mask."""
+    tokenizer, peer = tokenizers["smollm2"]
+    messages = conversation(PLAIN, "the system")
+    right = peer_tokens(peer, tagged("chatml"), messages)
+    assert jllama_tokens(tokenizer, STOCK["chatml"], messages) == right
+    monkeypatch.setattr(answers, name, mistake)
+    assert jllama_tokens(tokenizer, STOCK["chatml"], messages) != right
 
 
 def says(*messages):
@@ -640,28 +443,24 @@ def says(*messages):
     ("messages", "message"),
     [
         (says(), "no message is the assistant's, so there is nothing to learn"),
-        (says({"role": "robot", "content": "a"}),
-         "the role 'robot'; it must be one of system, user, assistant, tool"),
-        (says({"role": "assistant", "content": 3}),
-         "message 1 has a content of type int, not text"),
-        (says({"role": "assistant"}),
-         "message 1 has 'role'; it must have just 'role' and 'content'"),
+        (says({"role": "robot", "content": "a"}), "the role 'robot'; it must be one of system, us"),
+        (says(thinks(3)), "message 1 has a content of type int, not text"),
+        (
+            says({"role": "assistant"}),
+            "message 1 has 'role'; it must have just 'role' and 'content'",
+        ),
         (says({"role": ["assistant"], "content": "a"}), r"message 1 has the role \['assistant'\]"),
-        (says({"role": "assistant", "tool_calls": 3}),
-         "message 1 has tool_calls that are not a list of objects"),
-        (says({"role": "assistant", "tool_calls": ["a"]}),
-         "message 1 has tool_calls that are not a list of objects"),
-        (says({"role": "tool", "content": None}),
-         "message 1 has a content of type NoneType, not text"),
-        (says({"role": "user", "content": "a", "tool_calls": []}),
-         "message 1 has 'role', 'content', 'tool_calls'"),
-        (says({"role": "system", "content": "a"}),
-         "message 1 is the system's: the roles are out of order"),
-        (says({"role": "tool", "content": "a"}),
-         "message 1 is a tool's and message 0 calls none: the roles"),
-        (says({"role": "assistant", "content": "\ud83d"}), "lone surrogate U\\+D83D"),
+        (says({"role": "assistant", "tool_calls": ["a"]}), "tool_calls that are not a list of obj"),
+        (says({"role": "tool", "content": None}), "message 1 has a content of type NoneType, not"),
+        (
+            says({"role": "user", "content": "a", "tool_calls": []}),
+            "'role', 'content', 'tool_calls'",
+        ),
+        (says({"role": "system", "content": "a"}), "message 1 is the system's: the roles are out"),
+        (says({"role": "tool", "content": "a"}), "message 1 is a tool's and message 0 calls none"),
+        (says(thinks("\ud83d")), "lone surrogate U\\+D83D"),
     ],
-)  # fmt: skip
+)
 def test_conversations_that_are_none(tokenizers, messages, message):
     with pytest.raises(JllamaError, match=message):
         jllama_tokens(tokenizers["smollm2"][0], TEMPLATES["chatml"], messages)
@@ -669,53 +468,33 @@ def test_conversations_that_are_none(tokenizers, messages, message):
 
 def test_templates_that_do_not_serve(tokenizers):
     tokenizer, _ = tokenizers["smollm2"]
-    loop = "{% for m in messages %}STEP{% endfor %}"
-    counts = loop.replace("STEP", "{{ m.content | length if loop.last else m.content }}")
-    with pytest.raises(
-        JllamaError,
-        match="answer 2 is no part of its own in what the chat template writes: fill it, leave",
+    messages = conversation(PLAIN)
+    for step, exchanges, number in (
+        ("{{ m.content | length if loop.last else m.content }}", PLAIN, 2),
+        ("{{ m.content }}, {{ m.content | length }}; ", PLAIN, 1),
+        ("{{ messages[0].content if loop.first }}", PLAIN, 1),
+        ("{{ m.content }}", [("a", "")], 1),
     ):
-        jllama_tokens(tokenizer, counts, conversation(PLAIN))
-    says_its_length = loop.replace("STEP", "{{ m.content }}, {{ m.content | length }}; ")
-    with pytest.raises(JllamaError, match="answer 1 is no part of its own"):
-        jllama_tokens(tokenizer, says_its_length, conversation(PLAIN))
-    with pytest.raises(JllamaError, match="answer 1 is no part of its own"):
-        jllama_tokens(tokenizer, "{{ messages[0].content }}", conversation(PLAIN))
-    with pytest.raises(
-        JllamaError, match="refuses these messages: Conversation roles must alternate"
-    ):
-        jllama_tokens(tokenizers["llama2"][0], STOCK["mistral"], conversation(PLAIN)[1:])
-    with pytest.raises(JllamaError, match="answer 1 is no part of its own"):
-        jllama_tokens(tokenizer, loop.replace("STEP", "{{ m.content }}"), conversation([("a", "")]))
+        template = f"{{% for m in messages %}}{step}{{% endfor %}}"
+        message = f"answer {number} is no part of its own in what the chat template writes: fill"
+        with pytest.raises(JllamaError, match=message):
+            jllama_tokens(tokenizer, template, conversation(exchanges))
+    with pytest.raises(JllamaError, match="refuses these messages: Conversation roles must alter"):
+        jllama_tokens(tokenizers["llama2"][0], STOCK["mistral"], messages[1:])
     with pytest.raises(UsageError, match="as JSON does"):
-        jllama_tokens(tokenizer, TEMPLATES["chatml"], conversation(PLAIN), [{"name": {1, 2}}])
-
-
-@pytest.mark.parametrize("tools", [{"name": "a"}, ["a"], 3])
-def test_tools_that_are_none(tokenizers, tools):
-    with pytest.raises(
-        UsageError, match="the tools must be a list of objects, each the JSON schema of a function"
-    ):
-        jllama_tokens(tokenizers["smollm2"][0], TEMPLATES["chatml"], conversation(PLAIN), tools)
-
-
-def test_tags_as_transformers_has_them_in_text():
-    template = (
-        "{% set a %}x{% endset %}é{% generation %}{{ a }}{% set a = 'y' %}{{ a }}"
-        "{% endgeneration %}{{ a }}"
-    )
-    assert render(template) == "éxyx"
+        jllama_tokens(tokenizer, TEMPLATES["chatml"], messages, [{"name": {1, 2}}])
+    for tools in ({"name": "a"}, ["a"], 3):
+        message = "the tools must be a list of objects, each the JSON schema of a function"
+        with pytest.raises(UsageError, match=message):
+            jllama_tokens(tokenizer, TEMPLATES["chatml"], messages, tools)
 
 
 # --- what a template leaves out, adds, or ends with
 
 
-def call(city, id="call12345"):
-    return {
-        "id": id,
-        "type": "function",
-        "function": {"name": "weather", "arguments": {"city": city}},
-    }
+def call(city):
+    function = {"name": "weather", "arguments": {"city": city}}
+    return {"id": "call12345", "type": "function", "function": function}
 
 
 def tokens_and_notes(tokenizer, template, messages, stop_ids=(2,), tools=None, **options):
@@ -727,38 +506,26 @@ def tokens_and_notes(tokenizer, template, messages, stop_ids=(2,), tools=None, *
     return [text.strip() for text in counted_texts(tokenizer, *actual)], dict(notes)
 
 
+WITHOUT = (
+    "{% for m in messages if m.role != 'ROLE' %}<|im_start|>"
+    "{{ m.content or m.tool_calls }}<|im_end|>{% endfor %}"
+)
+
+
 @pytest.mark.parametrize(
-    ("name", "messages", "tools", "message"),
+    ("template", "messages", "tools", "part"),
     [
-        ("smollm2", ASKED, None, "leaves out the tool_calls of message 2, which would be lost"),
-        (
-            "smollm2",
-            says({"role": "assistant", "content": "b"}),
-            TOOLS,
-            "leaves out the tools, which would be lost",
-        ),
-        ("smollm2", ASKED, TOOLS, "leaves out the tools and the tool_calls of message 2, which"),
-        (
-            "no system",
-            conversation(PLAIN, "the system"),
-            None,
-            "leaves out message 0, which would be lost",
-        ),
-        ("no results", ASKED, None, "leaves out message 3, which would be lost"),
+        (STOCK["smollm2"], ASKED, None, "the tool_calls of message 2"),
+        (STOCK["smollm2"], conversation(PLAIN), TOOLS, "the tools"),
+        (STOCK["smollm2"], ASKED, TOOLS, "the tools and the tool_calls of message 2"),
+        (WITHOUT.replace("ROLE", "system"), conversation(PLAIN, "the system"), None, "message 0"),
+        (WITHOUT.replace("ROLE", "tool"), ASKED, None, "message 3"),
     ],
 )
-def test_what_a_template_leaves_out_is_refused(tokenizers, name, messages, tools, message):
-    loop = (
-        "{% for m in messages if m.role != 'ROLE' %}<|im_start|>"
-        "{{ m.content or m.tool_calls }}<|im_end|>{% endfor %}"
-    )
-    templates = {
-        "no system": loop.replace("ROLE", "system"),
-        "no results": loop.replace("ROLE", "tool"),
-    }
+def test_what_a_template_leaves_out_is_refused(tokenizers, template, messages, tools, part):
     messages = [message | {"content": message["content"] or ""} for message in messages]
-    with pytest.raises(JllamaError, match=f"the chat template {message}"):
-        jllama_tokens(tokenizers["smollm2"][0], templates.get(name) or STOCK[name], messages, tools)
+    with pytest.raises(JllamaError, match=f"the chat template leaves out {part}, which would be"):
+        jllama_tokens(tokenizers["smollm2"][0], template, messages, tools)
 
 
 def test_no_part_is_missed_that_is_there(tokenizers):
@@ -767,11 +534,8 @@ def test_no_part_is_missed_that_is_there(tokenizers):
     default = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
     for system in (default, "", " "):
         messages = conversation([("a", "b"), ("a", "b"), (" ", "c")], system)
-        assert counted_texts(tokenizer, *jllama_tokens(tokenizer, STOCK["smollm2"], messages)) == [
-            "b<|im_end|>",
-            "b<|im_end|>",
-            "c<|im_end|>",
-        ]
+        actual, _ = tokens_and_notes(tokenizer, STOCK["smollm2"], messages)
+        assert actual == ["b<|im_end|>", "b<|im_end|>", "c<|im_end|>"]
 
 
 @pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
@@ -779,16 +543,11 @@ def test_smollm2_learns_calls_as_the_server_reads_them(tokenizers, content):
     """Its own template has no tools; its replacement takes them, for messages in OpenAI's form."""
     tokenizer, _ = tokenizers["smollm2"]
     arguments = {"name": "weather", "arguments": '{"city": "Rome"}'}
-    asks = {
-        "role": "assistant",
-        **content,
-        "tool_calls": [{"id": "a", "type": "function", "function": arguments}],
-    }
+    calls = [{"id": "a", "type": "function", "function": arguments}]
+    asks = {"role": "assistant", **content, "tool_calls": calls}
     written = [*ASKED[:2], asks, {"role": "tool", "tool_call_id": "a", "content": "22"}, ASKED[4]]
-    template, messages = (
-        find_template(tokenizer, STOCK["smollm2"]),
-        openai_messages(written, is_request=False),
-    )
+    template = find_template(tokenizer, STOCK["smollm2"])
+    messages = openai_messages(written, is_request=False)
     texts, notes = tokens_and_notes(tokenizer, template, messages, tools=TOOLS)
     assert texts == [
         '<tool_call>[{"name": "weather", "arguments": {"city": "Rome"}}]</tool_call><|im_end|>',
@@ -818,38 +577,18 @@ def test_calls_where_a_template_takes_turns_without_them(tokenizers):
     one = {"role": "assistant", "tool_calls": [call(12)]}
     result = {"role": "tool", "content": "22"}
     question = {"role": "user", "content": "the user"}
-    messages = [
-        question,
-        two,
-        result,
-        result,
-        one,
-        result,
-        {"role": "assistant", "content": "hello"},
-    ]
-    written = "[CALLS] [{}]</s>"
+    messages = [question, two, result, result, one, result, thinks("hello"), question, thinks("12")]
     rome, oslo, twelve = (
         f'{{"name": "weather", "arguments": {{"city": {city}}}, "id": "call12345"}}'
         for city in ('"Rome"', '"Oslo"', 12)
     )
-    expected = [written.format(rome + oslo), written.format(twelve), "hello</s>"]
-    for count, questions in [
-        (7, []),
-        (7, [question, {"role": "assistant", "content": "12"}]),
-        (5, []),
-        (2, []),
-    ]:
-        texts, notes = tokens_and_notes(
-            tokenizer, MISTRAL_CALLS, messages[:count] + questions, [2], TOOLS
-        )
-        answers_before = sum(message["role"] == "assistant" for message in messages[:count])
-        assert texts == expected[:answers_before] + ["12</s>"] * bool(questions)
-        assert notes == {}
-    (_, counted), text = (
-        jllama_tokens(tokenizer, MISTRAL_CALLS, messages),
-        "[INST]the user[/INST]\n",
-    )
-    assert not any(counted[: len(tokenizer.encode_with_special_tokens(f"<s>{text}")) - 1])
+    expected = [f"[CALLS] [{rome}{oslo}]</s>", f"[CALLS] [{twelve}]</s>", "hello</s>", "12</s>"]
+    for count, num_answers in ((9, 4), (7, 3), (5, 2), (2, 1)):
+        actual = tokens_and_notes(tokenizer, MISTRAL_CALLS, messages[:count], [2], TOOLS)
+        assert actual == (expected[:num_answers], {})
+    _, counted = jllama_tokens(tokenizer, MISTRAL_CALLS, messages)
+    begin = tokenizer.encode_with_special_tokens("<s>[INST]the user[/INST]\n")
+    assert not any(counted[: len(begin) - 1])
 
 
 PHI = """{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role + '\n' + m.content }}<|im_end|>
@@ -909,9 +648,8 @@ def test_arguments_are_text_to_templates_that_want_it(tokenizers):
     tokenizer, _ = tokenizers["smollm2"]
     template = (
         "{% for m in messages %}<|im_start|>{% for c in m.tool_calls %}{{ ARGUMENTS }}"
-        "{% endfor %}{{ m.content }}"
+        "{% endfor %}{{ m.content }}<|im_end|>{% endfor %}"
     )
-    template += "<|im_end|>{% endfor %}"
     actual = []
     for written in ("'' + c.function.arguments", "c.function.arguments | tojson"):
         messages = [message | {"content": message["content"] or ""} for message in ASKED]
@@ -921,9 +659,7 @@ def test_arguments_are_text_to_templates_that_want_it(tokenizers):
 
 
 def test_a_conversation_is_one_request(tokenizers, monkeypatch):
-    requests, original = [], limits._ask
-    monkeypatch.setattr(
-        limits, "_ask", lambda request: requests.append(request) or original(request)
-    )
+    ask = mock.Mock(side_effect=limits._ask)
+    monkeypatch.setattr(limits, "_ask", ask)
     jllama_tokens(tokenizers["smollm2"][0], STOCK["smollm2"], conversation(PLAIN, "the system"))
-    assert len(requests) == 1
+    ask.assert_called_once()

@@ -1,14 +1,15 @@
 """Conversations as token ids: what transformers gives, what Meta's reference code gives."""
 
 import datetime
+import itertools
 from pathlib import Path
 
 import pytest
 import sentencepiece
 import transformers
-from hard_text import texts_with
+from hard_text import CHAT_CORPUS, texts
 from helpers import trained_llama3, trained_smollm
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -27,15 +28,11 @@ from jllama.templates.messages import (
 from jllama.templates.template import render
 from jllama.tokenizers import BytesTokenizer, as_huggingface, save_huggingface, train_sentencepiece
 
-CORPUS = [
-    "the system says hello to the user and the assistant, don't they? 12 345\n\n  user\n héllo "
-    "世界 [INST] <<SYS>>\n" * 20
-]
 CONFIG = LlamaConfig(vocab_size=300, num_layers=1, embed_dim=32)
 
 
-LLAMA_2, LLAMA_3 = train_sentencepiece(CORPUS, 340), trained_llama3(CORPUS, 350)
-CHATML = trained_smollm(CORPUS, 350)
+LLAMA_2, LLAMA_3 = train_sentencepiece(CHAT_CORPUS, 340), trained_llama3(CHAT_CORPUS, 350)
+CHATML = trained_smollm(CHAT_CORPUS, 350)
 TOKENIZERS = {"llama2": LLAMA_2, "llama3": LLAMA_3, "chatml": CHATML}
 
 
@@ -58,26 +55,6 @@ def peers(tmp_path_factory):
     return actual
 
 
-WORDS = [
-    "the user",
-    "é",
-    "世界",
-    "👩‍👩‍👧",
-    "12",
-    "[INST]",
-    "{{ x }}",
-    "don't",
-    " ",
-    "  ",
-    "\n",
-    "\n\n",
-    "\t",
-    "\0",
-]
-SPECIALS = ["</s>", "<s>", "<unk>", "<|im_end|>", "<|eot_id|>", "<|im_", "|>"]
-texts = texts_with(WORDS + SPECIALS)
-
-
 @st.composite
 def conversations(draw):
     system = [{"role": "system", "content": draw(texts)}] if draw(st.booleans()) else []
@@ -97,81 +74,55 @@ LONG = [
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=10)
 @given(messages=conversations(), prompt=st.booleans())
 @example(messages=LONG, prompt=True)
 @example(messages=[{"role": "user", "content": ""}], prompt=True)
 def test_ids_are_those_of_transformers(peers, name, messages, prompt):
-    model, template = model_with(TOKENIZERS[name]), TEMPLATES[name]
     expected = peers[name].apply_chat_template(
-        messages, chat_template=template, add_generation_prompt=prompt, return_dict=False
+        messages, chat_template=TEMPLATES[name], add_generation_prompt=prompt, return_dict=False
     )
-    assert chat_template(model) == template
-    assert chat_ids(model, messages, add_generation_prompt=prompt) == expected
-    converted = model_with(as_huggingface(TOKENIZERS[name]))
-    assert chat_template(converted) == template
-    assert chat_ids(converted, messages, add_generation_prompt=prompt) == expected
+    for tokenizer in (TOKENIZERS[name], as_huggingface(TOKENIZERS[name])):
+        model = model_with(tokenizer)
+        assert chat_template(model) == TEMPLATES[name]
+        assert chat_ids(model, messages, add_generation_prompt=prompt) == expected
 
 
 plain = texts.filter(lambda text: "<" not in text)
 
 
-@given(st.lists(plain, min_size=1, max_size=5), plain)
-def test_llama_2_is_metas_dialogue(contents, system):
+@settings(max_examples=10)
+@given(st.lists(st.tuples(plain, plain), min_size=1, max_size=3), plain)
+def test_llama_2_is_metas_dialogue(exchanges, system):
     """Each question and its answer is a text of its own, between BOS and EOS.
 
     Source: Meta's ``generation.py``.
     """
     processor = sentencepiece.SentencePieceProcessor(model_proto=LLAMA_2.content)
-    roles = [("user", "assistant")[place % 2] for place in range(len(contents))][
-        : len(contents) - (len(contents) + 1) % 2
-    ]
-    turns = [
-        {"role": role, "content": content} for role, content in zip(roles, contents, strict=False)
-    ]
-    prompted = [f"<<SYS>>\n{system}\n<</SYS>>\n\n{contents[0]}", *contents[1:]]
-    expected = []
-    for place in range(0, len(turns), 2):
-        text = f"[INST] {prompted[place].strip()} [/INST]"
-        if place + 1 < len(turns):
-            expected += [1, *processor.encode(f"{text} {prompted[place + 1].strip()} "), 2]
-        else:
-            expected += [1, *processor.encode(text)]
-    ids = chat_ids(model_with(LLAMA_2), [{"role": "system", "content": system}, *turns])
-    assert ids == expected
-    assert ids.count(1) == (len(turns) + 1) // 2
+    messages, expected = [{"role": "system", "content": system}], []
+    for number, (question, answer) in enumerate(exchanges):
+        begin = "" if number else f"<<SYS>>\n{system}\n<</SYS>>\n\n"
+        text = f"[INST] {(begin + question).strip()} [/INST]"
+        messages.append({"role": "user", "content": question})
+        assert chat_ids(model_with(LLAMA_2), messages) == [*expected, 1, *processor.encode(text)]
+        messages.append({"role": "assistant", "content": answer})
+        expected += [1, *processor.encode(f"{text} {answer.strip()} "), 2]
+        assert chat_ids(model_with(LLAMA_2), messages) == expected
 
 
-def test_llama_2_is_transformers_legacy(tmp_path):
-    save_huggingface(LLAMA_2, tmp_path)
-    peer = transformers.LlamaTokenizer.from_pretrained(tmp_path, legacy=True)
-    messages = [*LONG[:3], {"role": "user", "content": "\tthe  user é 👩‍👩‍👧"}]
-    expected = peer.apply_chat_template(
-        messages, chat_template=TEMPLATES["llama2"], add_generation_prompt=True, return_dict=False
-    )
-    assert chat_ids(model_with(LLAMA_2), messages) == expected
-
-
-@given(
-    conversations().map(
-        lambda drawn: [
-            message | {"content": message["content"].replace("<", "")} for message in drawn
-        ]
-    )
-)
-def test_llama_3_is_metas_dialogue(messages):
+@settings(max_examples=10)
+@given(st.lists(plain, min_size=1, max_size=6))
+def test_llama_3_is_metas_dialogue(contents):
     """Header, content and end of each message. Source: Meta's ``ChatFormat``."""
     special, encode = LLAMA_3.special_tokens, LLAMA_3.encode
 
     def header(role):
         return [special["<|start_header_id|>"], *encode(role), special["<|end_header_id|>"]]
 
-    expected = [LLAMA_3.bos_id]
-    for message in messages:
-        expected += [
-            *header(message["role"]),
-            *encode("\n\n" + message["content"].strip()),
-            special["<|eot_id|>"],
-        ]
+    expected, messages = [LLAMA_3.bos_id], []
+    for role, content in zip(itertools.cycle(("system", "user", "assistant")), contents):
+        messages.append({"role": role, "content": content})
+        expected += [*header(role), *encode("\n\n" + content.strip()), special["<|eot_id|>"]]
     ids = chat_ids(model_with(LLAMA_3), messages)
     assert ids == [*expected, *header("assistant"), *encode("\n\n")]
     assert ids.count(LLAMA_3.bos_id) == 1
@@ -179,9 +130,8 @@ def test_llama_3_is_metas_dialogue(messages):
 
 def test_chatml_with_and_without_bos():
     messages = [{"role": "system", "content": " a"}, {"role": "user", "content": "b\n"}]
-    text = (
-        "<|im_start|>system\n a<|im_end|>\n<|im_start|>user\nb\n<|im_end|>\n<|im_start|>assistant\n"
-    )
+    text = "<|im_start|>system\n a<|im_end|>\n<|im_start|>user\nb\n<|im_end|>\n"
+    text += "<|im_start|>assistant\n"
     assert chat_ids(model_with(CHATML), messages) == CHATML.encode_with_special_tokens(text)
     with_bos = chat_ids(model_with(BytesTokenizer()), messages, TEMPLATES["chatml"])
     assert with_bos == [1, *BytesTokenizer().encode(text)]
@@ -193,17 +143,12 @@ def test_chatml_with_and_without_bos():
 @given(parts=st.lists(texts, max_size=4))
 def test_special_tokens_in_a_text(tokenizer, parts):
     """Between any two, what ``encode`` gives; none of them, all of what it gives."""
-    special = {
-        text: id
-        for text, id in tokenizer.special_tokens.items()
-        if id in (tokenizer.bos_id, tokenizer.eos_id)
-    }
-    assert len(special) == 2
+    names = {id: text for text, id in tokenizer.special_tokens.items()}
     without = [part for part in parts if not any(text in part for text in tokenizer.special_tokens)]
-    (bos, eos), ids = special, []
-    for place, part in enumerate(without):
-        ids += [*tokenizer.encode(part), special[eos if place % 2 else bos]]
-    text = "".join(part + (eos if place % 2 else bos) for place, part in enumerate(without))
+    text, ids = "", []
+    for part, id in zip(without, [tokenizer.bos_id, tokenizer.eos_id] * 2, strict=False):
+        ids += [*tokenizer.encode(part), id]
+        text += part + names[id]
     assert tokenizer.encode_with_special_tokens(text) == ids
     assert tokenizer.encode(text) != ids or not ids  # to encode they are text
 
@@ -211,10 +156,9 @@ def test_special_tokens_in_a_text(tokenizer, parts):
 def test_a_long_text_with_special_tokens():
     """Longer than tiktoken takes at once: no special token is cut."""
     text = ("a" * 24_990 + "<|eot_id|>") * 5
-    assert LLAMA_3.encode_with_special_tokens(text) == as_huggingface(
-        LLAMA_3
-    ).encode_with_special_tokens(text)
-    assert LLAMA_3.encode_with_special_tokens(text).count(LLAMA_3.special_tokens["<|eot_id|>"]) == 5
+    ids = LLAMA_3.encode_with_special_tokens(text)
+    assert ids == as_huggingface(LLAMA_3).encode_with_special_tokens(text)
+    assert ids.count(LLAMA_3.special_tokens["<|eot_id|>"]) == 5
 
 
 FEATURES = """\
@@ -239,6 +183,7 @@ FEATURES = """\
     {# a line of its own #}
   {% endif %}
 {% set text %}  kept {{ messages | length }}{% endset %}{{ text }}{{ undefined_thing }}{{ (1, [2], {3: 4}) }}
+{% set a = 'x' %}{% generation %}{{ a }}{% set a = 'y' %}{{ a }}{% endgeneration %}{{ a }}
 {%- if add_generation_prompt %}{{ '<|im_start|>' -}}{% endif %}
 """  # noqa: E501
 
@@ -264,6 +209,7 @@ def test_the_date_is_a_part_of_the_template(name):
         render("{# date: 2021-31-31 #}", **variables)
 
 
+@settings(max_examples=10)
 @given(conversations(), st.booleans())
 def test_what_a_template_may_use(messages, prompt):
     variables = {"add_generation_prompt": prompt, "bos_token": "<s>", "eos_token": "</s>"}
@@ -284,8 +230,6 @@ def test_the_checkpoints_own_template_comes_first(tmp_path):
 STOCK = {path.stem: path.read_text() for path in (Path(__file__).parent / "stock").glob("*.jinja")}
 
 
-@pytest.mark.parametrize("prompt", [True, False])
-@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be é."}]])
 @pytest.mark.parametrize(
     ("name", "special", "stock"),
     [
@@ -294,20 +238,21 @@ STOCK = {path.stem: path.read_text() for path in (Path(__file__).parent / "stock
         ("mistral", ("<s>", "</s>", "[INST]"), "mistral_nemo"),
     ],
 )
-def test_a_family_is_known_by_a_special_token(name, special, stock, system, prompt):
+def test_a_family_is_known_by_a_special_token(name, special, stock):
     """A checkpoint without a template has its family's, which writes what the published does."""
     tokenizer = trained_smollm(["a"], 300, special=special, ends=(0, 1))
     template = find_template(tokenizer, None)
     assert template == TEMPLATES[name]
-    for count in (1, 2, 3):
-        turns = [
-            {"role": ("user", "assistant")[i % 2], "content": f"turn {i} "} for i in range(count)
-        ]
-        if system == [] and name == "granite":
+    for count, has_system, prompt in itertools.product((1, 2, 3), (True, False), (True, False)):
+        if name == "granite" and not has_system:
             continue  # the published one writes a system message of its own
-        if system and name == "mistral" and count == 2:
+        if name == "mistral" and has_system and count == 2:
             continue  # the published one leaves out the system's message
-        variables = template_variables(tokenizer, system + turns, prompt)
+        messages = [{"role": "system", "content": "Be é."}] if has_system else []
+        for turn in range(count):
+            role = ("user", "assistant")[turn % 2]
+            messages.append({"role": role, "content": f"turn {turn} "})
+        variables = template_variables(tokenizer, messages, prompt)
         assert render(template, **variables) == render(STOCK[stock], **variables)
 
 
@@ -333,21 +278,10 @@ def test_what_ends_an_answer():
     ("messages", "message"),
     [
         ([], "there are no messages"),
-        ([{"role": "user"}], "message 0 has 'role'; it must have just 'role' and 'content'"),
-        ([{}], "message 0 has nothing; it must have"),
-        (
-            [{"role": "user", "content": "a"}, {"role": "user", "content": "a", "name": "b"}],
-            "message 1 has 'role', 'co",
-        ),
-        (
-            [{"role": "robot", "content": "a"}],
-            "has the role 'robot'; it must be one of system, user, assistant",
-        ),
-        ([{"role": "user", "content": None}], "message 0 has a content of type NoneType, not text"),
-        (
-            [{"role": "user", "content": [{"type": "text"}]}],
-            "message 0 has a content of type list, not text",
-        ),
+        ([{}], "message 0 has nothing; it must have just 'role' and 'content'"),
+        ([{"role": "user", "content": "a", "name": "b"}], "message 0 has 'role', 'content', 'name"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "has a content of type list, not text"),
+        (["hello"], "message 0 is of type str; it must have a role and a content"),
     ],
 )
 def test_messages_that_are_none(messages, message):
@@ -355,34 +289,24 @@ def test_messages_that_are_none(messages, message):
         chat_ids(model_with(LLAMA_2), messages)
 
 
-def test_messages_of_a_file():
-    with pytest.raises(
-        UsageError, match="message 1 is of type str; it must have a role and a content"
-    ):
-        check_messages([{"role": "user", "content": "a"}, "hello"])
-
-
 def test_templates_that_are_not_there(tmp_path):
-    with pytest.raises(
-        JllamaError, match="no chat template and its tokenizer no special tokens of a known one"
-    ):
+    message = "no chat template and its tokenizer no special tokens of a known one"
+    with pytest.raises(JllamaError, match=message):
         chat_template(model_with(BytesTokenizer()))
     with pytest.raises(JllamaError, match="the model has no tokenizer"):
         chat_ids(model_with(None), LONG)
     with pytest.raises(JllamaError, match=r"'nowhere.jinja' cannot be read: .*: No such file"):
         chat_template(model_with(LLAMA_2), "nowhere.jinja")
     (tmp_path / "latin.jinja").write_bytes(b"caf\xe9")
-    with pytest.raises(
-        JllamaError,
-        match=r"read: give a file or one of chatml, granite, llama2, llama3.*codec can't decode",
-    ):
+    message = "read: give a file or one of chatml, granite, llama2, llama3.*codec can't decode"
+    with pytest.raises(JllamaError, match=message):
         chat_template(model_with(LLAMA_2), str(tmp_path / "latin.jinja"))
 
 
 @pytest.mark.parametrize("turns", ["aa", "a", "uu", "us", "suua"])
 def test_llama_2_needs_turns(turns):
     roles = {"a": "assistant", "u": "user", "s": "system"}
-    with pytest.raises(
-        JllamaError, match="refuses these messages: user and assistant must take turns"
-    ):
-        chat_ids(model_with(LLAMA_2), [{"role": roles[turn], "content": "a"} for turn in turns])
+    messages = [{"role": roles[turn], "content": "a"} for turn in turns]
+    message = "refuses these messages: user and assistant must take turns"
+    with pytest.raises(JllamaError, match=message):
+        chat_ids(model_with(LLAMA_2), messages)

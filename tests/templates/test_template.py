@@ -18,14 +18,13 @@ from jllama.templates.messages import TEMPLATES
 from jllama.templates.template import render
 
 MESSAGES = [{"role": "user", "content": "hi there\n" * 99}]
-NESTED = (
-    "{% set ns = namespace(l=[1, 2]) %}{% for i in range(60) %}"
-    "{% set ns.l = [ns.l, ns.l] %}{% endfor %}"
-)
-DOUBLED = (
-    "{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set ns.s = STEP %}{% endfor %}"
-)
+END = "{% endfor %}"
 LOOPS = "{% for a in r %}{% for b in r %}{% for c in r %}"
+DOUBLED = (
+    f"{{% set ns = namespace(s='ab') %}}{{% for i in range(60) %}}{{% set ns.s = STEP %}}{END}"
+)
+NESTED = DOUBLED.replace("STEP", "[ns.s, ns.s]")
+TREE = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
 LIMIT = (
     r"it takes too much time or memory \(over 0.1 s or 128 MiB\); perhaps it loops without "
     r"end; give another t"
@@ -40,65 +39,34 @@ def _a_new_worker():
     limits._stop()
 
 
-HOSTILE = [
+TOO_MUCH = [
     # time
-    ("{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}", LIMIT),
-    (f"{LOOPS}{{% endfor %}}{{% endfor %}}{{% endfor %}}", LIMIT),
-    (
-        f"{LOOPS.replace(' %}', ' if not a %}')}{{% endfor %}}{{% endfor %}}{{% endfor %}}",
-        LIMIT,
-    ),
-    (
-        "{% for a in [1, 2] recursive %}{% if loop.depth < 60 %}{{ loop([1, 2]) }}"
-        "{% endif %}{% endfor %}",
-        LIMIT,
-    ),
-    (
-        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
-        "{{ f(60) }}",
-        LIMIT,
-    ),
-    (
-        f"{LOOPS}{{% set x = messages | map('tojson') | list %}}{{% endfor %}}{{% endfor "
-        f"%}}{{% endfor %}}",
-        LIMIT,
-    ),
-    ("{% set a = [1] * 300000 %}{{ ('%(a)s' * 300) % {'a': a} }}", LIMIT),
-    ("{% set a = [1] * 300000 %}{{ ('%(a)s' * 9000) % {'a': a} }}", LIMIT),
-    ("{{ 10 ** 999 ** 999 }}", LIMIT),
+    LOOPS + END * 3,
+    LOOPS.replace(" %}", " if not a %}") + END * 3,
+    "{% for a in [1, 2] recursive %}{% if loop.depth < 60 %}{{ loop([1, 2]) }}{% endif %}" + END,
+    TREE + "{{ f(60) }}",
+    "{% set a = [1] * 300000 %}{{ ('%(a)s' * 9000) % {'a': a} }}",
+    "{{ 10 ** 999 ** 999 }}",
     # memory
-    ("{{ ('%(a)s' * 90000) % {'a': 'b' * 90000} }}", LIMIT),
-    ("{{ ('{0}' * 90000).format('a' * 90000) }}", LIMIT),
-    ("{{ ('{a}' * 90000).format(a='a' * 90000) }}", LIMIT),
-    ("{{ ('%(a)s' * 90000) | format(a='a' * 90000) }}", LIMIT),
-    (
-        "{% set ns = namespace(l=[]) %}{% for a in r %}"
-        "{% set ns.l = [ns.l, 'a' * (a + 90000)] %}{% endfor %}",
-        LIMIT,
-    ),
-    ("{{ 'a' * 10 ** 10 }}", LIMIT),
-    ("{{ [1] * 10 ** 10 }}", LIMIT),
-    (DOUBLED.replace("STEP", "ns.s + ns.s"), LIMIT),
-    (DOUBLED.replace("STEP", "ns.s ~ ns.s"), LIMIT),
-    (DOUBLED.replace("STEP", "[ns.s, ns.s] | join"), LIMIT),
-    (DOUBLED.replace("STEP", "ns.s.replace('a', ns.s)"), LIMIT),
-    ("{% set s = 'a' %}" + "{% set s %}{{ s }}{{ s }}{% endset %}" * 60, LIMIT),
-    (NESTED + "{{ ns.l }}", LIMIT),
-    ("{{ ('a' * 99999) | join('b' * 99999) }}", LIMIT),
-    ("{{ ('b' * 99999).join('a' * 99999) }}", LIMIT),
-    ("{{ ('a' * 99999) | replace('a', 'b' * 99999) }}", LIMIT),
-    ("{{ ('a\n' * 99999) | indent(99999) }}", LIMIT),
-    ("{{ ([1] * 99999) | tojson(indent=99999) }}", LIMIT),
-    ("{{ range(99999) | join('b' * 99999) }}", LIMIT),
-    ("{{ 'a' | center(10 ** 9) }}", LIMIT),
-    ("{{ 'a' | center(1000000000) }}", LIMIT),
-    ("{{ 'a'.ljust(10 ** 9) }}", LIMIT),
-    ("{{ '%1000000000d' % 1 }}", LIMIT),
-    ("{{ '%*d' % (1000000000, 1) }}", LIMIT),
-    ("{{ '%1000000000d' | format(1) }}", LIMIT),
-    ("{{ '{:1000000000}'.format(1) }}", LIMIT),
-    ("{{ '{:{}}'.format(1, 1000000000) }}", LIMIT),
-    ("{{ (1).to_bytes(10 ** 9) }}", LIMIT),
+    "{{ ('{a}' * 90000).format(a='a' * 90000) }}",
+    "{% set ns = namespace(l=[]) %}{% for a in r %}{% set ns.l = [ns.l, 'a' * (a + 90000)] %}"
+    + END,
+    "{{ 'a' * 10 ** 10 }}",
+    DOUBLED.replace("STEP", "ns.s ~ ns.s"),
+    DOUBLED.replace("STEP", "[ns.s, ns.s] | join"),
+    DOUBLED.replace("STEP", "ns.s.replace('a', ns.s)"),
+    "{% set s = 'a' %}" + "{% set s %}{{ s }}{{ s }}{% endset %}" * 60,
+    NESTED + "{{ ns.s }}",
+    "{{ ('a' * 99999) | join('b' * 99999) }}",
+    "{{ ('a' * 99999) | replace('a', 'b' * 99999) }}",
+    "{{ ('a\n' * 99999) | indent(99999) }}",
+    "{{ ([1] * 99999) | tojson(indent=99999) }}",
+    "{{ 'a' | center(10 ** 9) }}",
+    "{{ '%*d' % (1000000000, 1) }}",
+    "{{ '{:{}}'.format(1, 1000000000) }}",
+    "{{ (1).to_bytes(10 ** 9) }}",
+]
+HOSTILE = [
     # length
     ("{% for a in range(999) %}{{ messages[0].content * 9 }}{% endfor %}", TEXT),
     ("{{ 'a' * 10 ** 7 }}", TEXT),
@@ -119,37 +87,20 @@ HOSTILE = [
     ("{{ dict.mro() }}", "it reaches for 'mro' of a type"),
     ("{{ messages.append(1) }}", "it reaches for 'append' of a list"),
     # mistakes
-    (
-        "{% if %}",
-        "is not Jinja: Expected an expression, got 'end of statement block' in line 1",
-    ),
+    ("{% if %}", "is not Jinja: Expected an expression, got 'end of statement block' in line 1"),
     ("\n{{ 1 | nope }}", "is not Jinja: No filter named 'nope'. in line 2"),
     ("{% include 'other' %}", "failed: no loader"),
     ("{{ 1 / 0 }}", "failed: division by zero"),
     ("{{ messages[0].nope.more }}", "failed: 'dict object' has no attribute 'nope'"),
-    (
-        "{{ raise_exception('only\n \x1b[1mEnglish') }}",
-        r"refuses these messages: only \[1mEnglish$",
-    ),
+    ("{{ raise_exception('a\n \x1b[1mb') }}", r"refuses these messages: a \[1mb$"),
     ("{{ raise_exception('a' * 9999) }}", "a{250}"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    slow_but(HOSTILE[::5], HOSTILE),
-    ids=lambda value: value[:50],
-)
-def test_hostile_templates_end_with_one_sentence(template, message, monkeypatch):
-    # All others must end for their own reason, however slow the machine is.
-    is_endless = message == LIMIT
-    monkeypatch.setattr(limits, "SECONDS", 0.1 if is_endless else 600.0)
-    monkeypatch.setattr(limits, "CLOCK_SECONDS", 600.0)
-    monkeypatch.setattr(limits, "MEMORY_BYTES", 128 * 2**20)
-    monkeypatch.setattr(limits, "MAX_BYTES", 100_000)
+def assert_refused(template, message, **variables):
     tracemalloc.start()
     with pytest.raises(JllamaError, match=message) as caught:
-        render(template, r=list(range(9999)), messages=MESSAGES)
+        render(template, messages=MESSAGES, **variables)
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak_bytes < 5_000_000
@@ -157,14 +108,41 @@ def test_hostile_templates_end_with_one_sentence(template, message, monkeypatch)
     assert len(str(caught.value)) < 400
 
 
+@pytest.fixture(autouse=True)
+def _low_limits(monkeypatch):
+    monkeypatch.setattr(limits, "CLOCK_SECONDS", 600.0)
+    monkeypatch.setattr(limits, "MEMORY_BYTES", 128 * 2**20)
+
+
+@pytest.mark.parametrize("template", slow_but(TOO_MUCH[::5], TOO_MUCH), ids=lambda text: text[:50])
+def test_templates_without_end_end_with_one_sentence(template, monkeypatch):
+    monkeypatch.setattr(limits, "SECONDS", 0.1)
+    assert_refused(template, LIMIT, r=[*range(3000)])
+
+
+@pytest.mark.parametrize(("template", "message"), HOSTILE, ids=lambda text: text[:50])
+def test_hostile_templates_end_with_one_sentence(template, message, monkeypatch):
+    """They end for their own reason, however slow the machine is."""
+    monkeypatch.setattr(limits, "SECONDS", 600.0)
+    monkeypatch.setattr(limits, "MAX_BYTES", 100_000)
+    assert_refused(template, message)
+
+
+POPEN = subprocess.Popen
+
+
+def start_sleeper(argv, **options):
+    """Start a process that never answers in place of a worker."""
+    code = "import time; time.sleep(600)"
+    return POPEN([sys.executable, "-I", "-S", "-c", code], **options)
+
+
 def test_without_limits_of_the_process_the_clock_ends_it(monkeypatch):
     """As where the system has none: a worker that never answers."""
     monkeypatch.setattr(limits, "CLOCK_SECONDS", 0.05)
-    original = subprocess.Popen
-    sleeper = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"]
     limits._stop()
     with monkeypatch.context() as patch:
-        patch.setattr(subprocess, "Popen", lambda argv, **options: original(sleeper, **options))
+        patch.setattr(subprocess, "Popen", start_sleeper)
         with pytest.raises(JllamaError, match="too much time or memory"):
             render("never")
     monkeypatch.undo()
@@ -196,23 +174,21 @@ def test_an_interrupted_call_does_not_leave_its_answer_to_the_next(monkeypatch):
 
 def test_many_threads_get_each_its_own_text():
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(lambda x: render("{{ x }}", x=x), range(200))) == [
-            str(x) for x in range(200)
-        ]
+        texts = pool.map(lambda number: render("{{ x }}", x=number), range(200))
+        assert [*texts] == [*map(str, range(200))]
 
 
 def test_a_slow_template_does_not_hold_up_another(monkeypatch):
     """The first worker never answers; a second text is rendered while the first call waits."""
-    original, started = subprocess.Popen, []
-    sleeper = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"]
+    started = []
     limits._stop()
 
-    def start_sleeper(argv, **options):
-        started.append(original(sleeper, **options))
+    def start(argv, **options):
+        started.append(start_sleeper(argv, **options))
         return started[-1]
 
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        monkeypatch.setattr(subprocess, "Popen", start_sleeper)
+        monkeypatch.setattr(subprocess, "Popen", start)
         slow = pool.submit(render, "slow")
         while not started:
             time.sleep(0.01)
@@ -226,10 +202,9 @@ def test_a_slow_template_does_not_hold_up_another(monkeypatch):
 def test_variables_that_json_cannot_hold():
     itself = []
     itself.append(itself)
+    message = "takes text, numbers, lists and objects, as JSON does: "
     for value in ({1, 2}, object(), itself):
-        with pytest.raises(
-            UsageError, match="takes text, numbers, lists and objects, as JSON does: "
-        ):
+        with pytest.raises(UsageError, match=message):
             render("{{ x }}", x=value)
     assert render("{{ x }}", x="\ud83d \0 é") == "\ud83d \0 é"
 
@@ -278,6 +253,5 @@ def test_a_long_conversation_is_not_hostile():
         {"role": ("user", "assistant")[i % 2], "content": "the user " * 2400} for i in range(101)
     ]
     for template in TEMPLATES.values():
-        assert (
-            len(render(template, messages=messages, bos_token="<s>", eos_token="</s>")) > 2_000_000
-        )
+        text = render(template, messages=messages, bos_token="<s>", eos_token="</s>")
+        assert len(text) > 2_000_000

@@ -3,6 +3,7 @@
 Marked ``real_weights``; ``python tests/fetch_real_weights.py`` fetches them.
 """
 
+import functools
 import inspect
 import json
 import unicodedata
@@ -13,22 +14,11 @@ import sentencepiece
 import tiktoken
 import transformers
 from hard_text import HARD
-from helpers_real import (
-    ranks_of,
-    real_cl100k,
-    real_file,
-    real_o200k,
-    real_qwen,
-    real_tekken,
-)
+from helpers_real import ranks_of, real_cl100k, real_file, real_o200k, real_qwen, real_tekken
 
 from jllama.checkpoints.gguf_file import read_gguf_file
 from jllama.data import corpus, tokens
-from jllama.templates.messages import (
-    TEMPLATES,
-    find_template,
-    template_variables,
-)
+from jllama.templates.messages import TEMPLATES, find_template, template_variables
 from jllama.templates.template import render
 from jllama.tokenizers import (
     HuggingFaceTokenizer,
@@ -45,44 +35,43 @@ from jllama.tokenizers.tiktoken import PATTERN
 pytestmark = pytest.mark.real_weights
 
 
-@pytest.fixture(scope="module")
-def llama3():
-    return load_tokenizer(real_file("llama3_tokenizer.model"))
-
-
-@pytest.fixture(scope="module")
-def mistral():
-    return load_tokenizer(real_file("mistral_tokenizer.model"))
-
-
-@pytest.fixture(scope="module")
-def smollm2():
+def real_smollm2():
     metadata, _ = read_gguf_file(real_file("SmolLM2-135M-Instruct.Q4_1.gguf"))
     return from_gguf(metadata, "SmolLM2")
+
+
+MAKE = {
+    "llama3": lambda: load_tokenizer(real_file("llama3_tokenizer.model")),
+    "mistral": lambda: load_tokenizer(real_file("mistral_tokenizer.model")),
+    "smollm2": real_smollm2,
+    "qwen": real_qwen,
+    "tekken": real_tekken,
+}
+
+
+@functools.cache
+def real(name):
+    return MAKE[name]()
 
 
 def assert_same_ids(actual, expected):
     for text in HARD:
         assert actual.encode(text) == expected.encode(text), text
         assert actual.decode(actual.encode(text)) == text
-    assert (actual.bos_id, actual.eos_id, actual.add_bos) == (
-        expected.bos_id,
-        expected.eos_id,
-        expected.add_bos,
-    )
+    for name in ("bos_id", "eos_id", "add_bos"):
+        assert getattr(actual, name) == getattr(expected, name)
 
 
 def assert_transformers_agrees(tokenizer, folder):
     save_huggingface(tokenizer, folder)
     peer = transformers.AutoTokenizer.from_pretrained(folder)
     for text in HARD:
-        assert peer(text, add_special_tokens=False, split_special_tokens=True)[
-            "input_ids"
-        ] == tokenizer.encode(text)
-    assert_same_ids(load_tokenizer(folder), tokenizer)
+        ids = peer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        assert ids == tokenizer.encode(text)
 
 
-def test_llama3(llama3, tmp_path):
+def test_llama3(tmp_path):
+    llama3 = real("llama3")
     assert isinstance(llama3, TiktokenTokenizer)
     assert (llama3.vocab_size, llama3.bos_id, llama3.eos_id) == (128_256, 128_000, 128_001)
     assert llama3.encode("Hello world!") == [9906, 1917, 0]
@@ -92,6 +81,7 @@ def test_llama3(llama3, tmp_path):
         assert llama3.encode(text) == original.encode_ordinary(text)
     assert_transformers_agrees(llama3, tmp_path / "hf")
     whole = load_tokenizer(tmp_path / "hf")
+    assert_same_ids(whole, llama3)
     assert isinstance(whole, HuggingFaceTokenizer)
     assert len(whole.json["model"]["merges"]) == 280_147  # as in the json that Meta published
     save_meta(whole, tmp_path / "meta")
@@ -100,7 +90,8 @@ def test_llama3(llama3, tmp_path):
     assert_same_ids(from_gguf(to_gguf(llama3, 128_256), "it"), llama3)
 
 
-def test_mistral(mistral, tmp_path):
+def test_mistral(tmp_path):
+    mistral = real("mistral")
     assert isinstance(mistral, SentencePieceTokenizer)
     assert mistral.vocab_size == 32_000
     original = sentencepiece.SentencePieceProcessor(
@@ -109,6 +100,7 @@ def test_mistral(mistral, tmp_path):
     for text in HARD:
         assert mistral.encode(text) == original.encode(text)
     assert_transformers_agrees(mistral, tmp_path / "hf")
+    assert_same_ids(load_tokenizer(tmp_path / "hf"), mistral)
     assert_same_ids(from_gguf(to_gguf(mistral, 32_064), "it"), mistral)
     save_llama2c_tokenizer(mistral, tmp_path / "tokenizer.bin")
     assert_same_ids(load_tokenizer(tmp_path / "tokenizer.bin"), mistral)
@@ -119,31 +111,19 @@ def test_mistral(mistral, tmp_path):
     assert_same_ids(load_tokenizer(tmp_path / "meta"), mistral)
 
 
-def test_smollm2(smollm2, tmp_path):
+def test_smollm2(tmp_path):
+    smollm2 = real("smollm2")
     assert isinstance(smollm2, HuggingFaceTokenizer)
-    assert (smollm2.vocab_size, smollm2.bos_id, smollm2.eos_id, smollm2.add_bos) == (
-        49_152,
-        1,
-        2,
-        False,
-    )
+    assert (smollm2.vocab_size, smollm2.bos_id, smollm2.eos_id) == (49_152, 1, 2)
+    assert not smollm2.add_bos
     assert_transformers_agrees(smollm2, tmp_path / "hf")
+    assert_same_ids(load_tokenizer(tmp_path / "hf"), smollm2)
     assert_same_ids(from_gguf(to_gguf(smollm2, 49_152), "it"), smollm2)
     save_meta(smollm2, tmp_path / "meta")
     assert_same_ids(load_tokenizer(tmp_path / "meta"), smollm2)
     plane = [chr(code) for code in range(0x40000) if not 0xD800 <= code < 0xE000]
     lost = [ord(char) for char in plane if smollm2.decode(smollm2.encode(char)) != char]
     assert lost == [0x04, 0x06, 0x13, 0x14, 0x16, 0x1D]
-
-
-@pytest.fixture(scope="module")
-def qwen():
-    return real_qwen()
-
-
-@pytest.fixture(scope="module")
-def tekken():
-    return real_tekken()
 
 
 CL100K = (
@@ -173,18 +153,15 @@ def assert_gguf_agrees(tokenizer, vocab_size, pre):
     assert [actual.encode(text) for text in HARD] == [tokenizer.encode(text) for text in HARD]
 
 
-def test_qwen(qwen, tmp_path):
+def test_qwen(tmp_path):
     """Its text is brought to Unicode's form C, and each digit is a token."""
+    qwen = real("qwen")
     original = original_of("qwen.tiktoken", PATTERN.replace("{1,3}", ""))
     assert_same_as_tiktoken(qwen, original, form="NFC")
     assert qwen.encode("Hello, world! 12") == [9707, 11, 1879, 0, 220, 16, 17]
     assert qwen.encode_with_special_tokens("<|im_end|>") == [151_645]
     assert_gguf_agrees(qwen, 151_936, "qwen2")
-    save_huggingface(qwen, tmp_path)
-    peer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    for text in HARD:
-        ids = peer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        assert ids == qwen.encode(text)
+    assert_transformers_agrees(qwen, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +184,8 @@ def test_the_ranks_of_phi_4_and_olmo_2(make, name, pattern, pre, tmp_path):
     assert published.vocabulary() == tokenizer.vocabulary()
 
 
-def test_tekken(tekken, tmp_path):
+def test_tekken(tmp_path):
+    tekken = real("tekken")
     content = json.loads(real_file("tekken.json").read_bytes())
     ranks = {bytes_: rank for rank, bytes_ in enumerate(tekken.pieces[1000:])}
     pattern = content["config"]["pattern"]
@@ -216,6 +194,7 @@ def test_tekken(tekken, tmp_path):
     assert (tekken.vocab_size, tekken.add_bos) == (131_072, True)
     assert_gguf_agrees(tekken, 131_072, "tekken")
     assert_transformers_agrees(tekken, tmp_path)
+    assert_same_ids(load_tokenizer(tmp_path), tekken)
     assert tekken.decode([1, tekken.special_tokens["[TOOL_CALLS]"], 4]) == "[TOOL_CALLS]"
 
 
@@ -233,11 +212,11 @@ def chat_ids(tokenizer, template, messages, tools=None):
 
 
 @pytest.mark.parametrize("name", ["v3", "tekken"])
-def test_mistrals_conversations_are_mistral_commons(name, tekken, tmp_path):
+def test_mistrals_conversations_are_mistral_commons(name, tmp_path):
     """The published json of the third version puts no space behind a special token."""
     stock = Path(__file__).parent.parent / "templates/stock"
     messages = [{"role": role, "content": content} for role, content in CONVERSATION]
-    tokenizer = tekken
+    tokenizer = real("tekken")
     template = (stock / "mistral_nemo.jinja").read_text()
     if name == "v3":
         template = (stock / "mistral_v0.3.jinja").read_text()
@@ -256,16 +235,14 @@ def test_mistrals_conversations_are_mistral_commons(name, tekken, tmp_path):
     assert chat_ids(tokenizer, find_template(tokenizer, template), messages) == MISTRAL_IDS[name]
 
 
-@pytest.mark.parametrize("name", ["llama3", "mistral", "smollm2", "qwen", "tekken"])
+@pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize("end", ["\n", "\n\n", "\r\n", " "])
-def test_a_corpus_in_chunks_has_the_ids_of_the_whole_text(name, end, request, monkeypatch):
-    tokenizer = request.getfixturevalue(name)
+def test_a_corpus_in_chunks_has_the_ids_of_the_whole_text(name, end, monkeypatch):
+    tokenizer = real(name)
     monkeypatch.setattr(corpus, "CHUNK", 500)
     text = Path(inspect.__file__).read_text("utf-8").replace("\n", end) + end.join(HARD)
-    first, *rest = corpus.cut_chunks(
-        text[start : start + 500] for start in range(0, len(text), 500)
-    )
+    parts = (text[start : start + 500] for start in range(0, len(text), 500))
+    first, *rest = corpus.cut_chunks(parts)
     assert len(rest) > 100
-    assert tokenizer.encode(first) + [
-        id for chunk in rest for id in tokens.encode_rest(tokenizer, chunk)
-    ] == tokenizer.encode(text)
+    others = [id for chunk in rest for id in tokens.encode_rest(tokenizer, chunk)]
+    assert tokenizer.encode(first) + others == tokenizer.encode(text)
