@@ -1,16 +1,100 @@
-"""What tests of the engine share: requests of all kinds, and their answers alone or in company."""
+"""What tests of the server share: requests of all kinds, their answers alone or in company, and a
+server that listens."""
 
+import contextlib
 import random
+import socket
 import threading
 import time
+
+from models import served
+from starlette.testclient import TestClient
 
 from jllama.generation.requests import Answer, Piece, Request
 from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.generation.text import encode_prompt
+from jllama.serve.app import make_app
+from jllama.serve.config import EngineConfig, HttpConfig
+from jllama.serve.connections import make_server
+from jllama.serve.engine import EngineThread
 from jllama.serve.requests import Failure
 
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGES = [{"role": "user", "content": "hello"}]
 PREFIX = "All llamas that ever were, are or will be say: " * 12  # longer than two chunks of bytes
 WAIT_S = 600
+CALLING = """{% if tools %}{{ tools | tojson }}<tool_call>{"name": "f", "arguments": {}}</tool_call>{% endif %}
+{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls %}
+<tool_call>{"name": {{ c.function.name | tojson }}, "arguments": {{ c.function.arguments | tojson }}}</tool_call>
+{% endfor %}
+{% endfor %}"""  # noqa: E501
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": [1, 22]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": SCHEMA, "description": "a tool"}}
+    for name in ("left", "right")
+]
+
+
+@contextlib.contextmanager
+def started(models=None, **config):
+    """An engine that serves: three slots and the model "small" if nothing else is said."""
+    engine = EngineThread(models or {"small": served()}, EngineConfig(**{"slots": 3} | config))
+    engine.start()
+    yield engine
+    assert engine.close() == 0
+
+
+@contextlib.contextmanager
+def listening(app, config=HttpConfig()):
+    """The URL of a server of an application, and the server."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+    server = make_server(app, config)
+    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", server
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def connected(engine, keys=(), **config):
+    """A client of the application, without a server."""
+    return TestClient(make_app(engine, HttpConfig(**config), keys), raise_server_exceptions=False)
+
+
+def connection_to(url):
+    host, port = url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=60)
+
+
+def refused(reply, status=400, code=None):
+    """The message of an error in OpenAI's shape: one sentence."""
+    assert reply.status_code == status, reply.text
+    error = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == code
+    assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
+    assert "\n" not in error["message"]
+    return error["message"]
+
+
+def wait_for(condition):
+    end_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def request_of(text, max_new_tokens=10, grammar=None, options=None, **sampling):
+    """The request of a text or ids, to the model "small"; ``options`` are fields of a request."""
+    prompt = Prompt(text, SamplingParams(**sampling), max_new_tokens, grammar=grammar)
+    return Request(encode_prompt(served(), prompt), "small", **options or {})
 
 
 def random_request(model, number, name="small"):
