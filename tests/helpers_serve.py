@@ -50,8 +50,10 @@ def started(models=None, **config):
 
 
 @contextlib.contextmanager
-def listening(app, config=HttpConfig()):
-    """The URL of a server of an application, and the server."""
+def listening(engine, keys=(), **config):
+    """The URL of a server, and the server itself."""
+    config = HttpConfig(**config)
+    app = make_app(engine, config, keys)
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
     server = make_server(app, config)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)

@@ -75,7 +75,7 @@ def answers(engine, requests):
 # Rule one and rule two
 
 
-@pytest.mark.parametrize("seed", slow_but([0], range(3)))
+@pytest.mark.parametrize("seed", slow_but([0], range(2)))
 def test_answers_are_those_given_alone_bit_for_bit_and_nothing_compiles(
     engine, requests, answers, seed
 ):
@@ -116,7 +116,7 @@ def test_nothing_compiles_after_the_start(slots, context):
         ]
         requests += [
             request_of([0] * length, 0, options={"pooling": pooling})
-            for length in (*lengths, context)
+            for length in (*lengths[::3], context)
             for pooling in ("mean", "last")
         ]
         penalties = {"repetition_penalty": 1.3, "top_p": 0.5, "top_k": 9}

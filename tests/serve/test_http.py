@@ -36,8 +36,7 @@ from jllama.conversation import chat_ids
 from jllama.generation.requests import Answer, Piece, Token
 from jllama.generation.text import Completion
 from jllama.serve import app as app_module
-from jllama.serve.app import make_app
-from jllama.serve.config import EngineConfig, HttpConfig
+from jllama.serve.config import EngineConfig
 from jllama.serve.engine import EngineThread
 from jllama.serve.protocol import IGNORED, NOT_SERVED
 from jllama.serve.requests import Busy, Failure
@@ -46,8 +45,7 @@ from jllama.serve.requests import Busy, Failure
 @pytest.fixture(scope="module")
 def url(engine):
     """A real server, for all tests."""
-    config = HttpConfig(max_body_bytes=100_000, body_timeout_s=600)
-    with listening(make_app(engine, config), config) as (url, _):
+    with listening(engine, max_body_bytes=100_000, body_timeout_s=600) as (url, _):
         yield url
 
 
@@ -690,9 +688,8 @@ def post_head(length):
 
 
 def test_a_client_that_sends_a_byte_a_minute(engine):
-    config = HttpConfig(body_timeout_s=0.5)
     with (
-        listening(make_app(engine, config), config) as (url, _),
+        listening(engine, body_timeout_s=0.5) as (url, _),
         connection_to(url) as connection,
     ):
         connection.sendall(post_head(99) + b"{")
@@ -898,10 +895,9 @@ def test_a_full_queue(stream):
 def test_pings_while_nothing_comes(path, fields, end, monkeypatch):
     monkeypatch.setattr(app_module, "PING_S", 0.02)
     pinged = threading.Event()
-    app = make_app(FakeEngine([PIECE, ANSWER], pinged.wait), HttpConfig())
     lines = []
     with (
-        listening(app) as (url, _),
+        listening(FakeEngine([PIECE, ANSWER], pinged.wait)) as (url, _),
         httpx.stream("POST", url + path, json=fields | {"stream": True}, timeout=600) as reply,
     ):
         for line in reply.iter_lines():
