@@ -50,12 +50,10 @@ def started(models=None, **config):
 
 
 @contextlib.contextmanager
-def listening(engine, keys=(), **config):
-    """The URL of a server, and the server itself."""
-    config = HttpConfig(**config)
-    app = make_app(engine, config, keys)
+def serving(app, config=None):
+    """The URL of a server of an application, and the server itself."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
-    server = make_server(app, config)
+    server = make_server(app, config or HttpConfig())
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     try:
@@ -63,6 +61,12 @@ def listening(engine, keys=(), **config):
     finally:
         server.should_exit = True
         thread.join()
+
+
+def listening(engine, keys=(), **config):
+    """The URL of a server of an engine, and the server itself."""
+    config = HttpConfig(**config)
+    return serving(make_app(engine, config, keys), config)
 
 
 def connected(engine, keys=(), **config):

@@ -171,11 +171,7 @@ def test_a_body_may_have_any_line_ends(url):
 
 @pytest.mark.parametrize("connect", [connection_to, connection_with_answer])
 def test_who_sends_nothing_or_drips_a_head_is_cut_off(connect):
-    with (
-        loading(idle_timeout_s=0.3) as (url, _),
-        connect(url) as silent,
-        connect(url) as dripping,
-    ):
+    with loading(idle_timeout_s=0.3) as (url, _), connect(url) as silent, connect(url) as dripping:
         assert is_closed(silent)
         drip_until_closed(dripping)
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import threading
+import time
 
 import httpx
 import jsonschema
@@ -320,15 +321,7 @@ def test_a_stream_ends_with_its_receipt(ask, answer_to):
 
 
 RECEIPT = json.dumps(
-    {
-        "receipt": {
-            "path": CHAT,
-            "request": {},
-            "system_fingerprint": "",
-            "ids": [],
-            "log_probs": [],
-        }
-    }
+    {"receipt": {"path": CHAT, "request": {}, "system_fingerprint": "", "ids": [], "log_probs": []}}
 )
 
 
@@ -436,6 +429,7 @@ def test_tokens_and_templates(ask, answer_to):
 def test_models_health_metrics_and_the_page(client, url):
     assert [model.id for model in client.models.list()] == ["small", "caller", "mistral"]
     assert client.models.retrieve("caller") == [*client.models.list()][1]
+    assert 0 <= time.time() - client.models.retrieve("small").created < 10_000
     message = refused(httpx.get(f"{url}/v1/models/large/one"), 404, "model_not_found")
     assert "there is no model large/one" in message
     assert httpx.get(f"{url}/health").json() == {"status": "ok"}
@@ -673,10 +667,7 @@ def test_a_path_that_is_not_there(method, path, status, url):
 
 def test_a_body_that_is_too_large(ask, url):
     endless = (b" " * 100_000 for _ in range(100))
-    for reply in (
-        ask(CHAT, b" " * 100_001),
-        httpx.post(url + CHAT, content=endless, timeout=600),
-    ):
+    for reply in (ask(CHAT, b" " * 100_001), httpx.post(url + CHAT, content=endless, timeout=600)):
         assert "larger than 100000 bytes" in refused(reply, 413)
 
 
@@ -688,10 +679,7 @@ def post_head(length):
 
 
 def test_a_client_that_sends_a_byte_a_minute(engine):
-    with (
-        listening(engine, body_timeout_s=0.5) as (url, _),
-        connection_to(url) as connection,
-    ):
+    with listening(engine, body_timeout_s=0.5) as (url, _), connection_to(url) as connection:
         connection.sendall(post_head(99) + b"{")
         reply = b""
         while part := connection.recv(1000):  # until the server closes it
