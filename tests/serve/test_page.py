@@ -214,6 +214,11 @@ class Person:
             "aria-busy", "false"
         )
 
+    def wait(self):
+        """Send what is answered by half, and wait for that half."""
+        self.send("wait")
+        expect(self.answers.last).to_contain_text("The lighthouse keeper")
+
     def set(self, numbers, system=None):
         """Fill fields of the settings."""
         self.button("Settings").click()
@@ -278,8 +283,7 @@ def test_it_is_one_small_file_that_parses_no_markup():
 
 def test_send_stream_and_what_is_sent(person, fake):
     one = person()
-    one.send("wait")
-    expect(one.answers.last).to_contain_text("The lighthouse keeper")
+    one.wait()
     expect(one.answers.last).not_to_contain_text("counted")
     expect(one.button("Stop")).to_be_visible()
     one.page.wait_for_timeout(600)  # an answer that takes less has no speed to speak of
@@ -312,15 +316,10 @@ def test_send_stream_and_what_is_sent(person, fake):
     assert one.problems == []
 
 
-@pytest.mark.parametrize("by", ["button", "key"])
-def test_stop_keeps_what_came(person, fake, by):
+def test_stop_keeps_what_came(person, fake):
     one = person()
-    one.send("wait")
-    expect(one.answers.last).to_contain_text("The lighthouse keeper")
-    if by == "button":
-        one.button("Stop").click()
-    else:
-        one.page.keyboard.press("Escape")
+    one.wait()
+    one.button("Stop").click()
     expect(one.answers.last).to_contain_text("Stopped")
     expect(one.body).to_have_text("The lighthouse keeper")
     wait_for(lambda: fake.left == 1)
@@ -331,8 +330,7 @@ def test_stop_keeps_what_came(person, fake, by):
 def test_a_reload_keeps_everything_also_half_an_answer(person, fake):
     one = person()
     one.ask("first")
-    one.send("wait")
-    expect(one.answers.last).to_contain_text("The lighthouse keeper")
+    one.wait()
     one.page.reload()
     expect(one.answers).to_have_count(2)
     expect(one.body).to_have_text("The lighthouse keeper")
@@ -573,8 +571,7 @@ def in_list(page, conversation, button):
 
 def test_an_answer_goes_on_while_another_conversation_is_read(person, fake):
     one = person()
-    one.send("wait")
-    expect(one.answers.last).to_contain_text("The lighthouse keeper")
+    one.wait()
     one.page.keyboard.press("Control+k")
     one.ask("other")
     fake.hold.set()
@@ -604,16 +601,10 @@ def test_export_and_import(person, tmp_path):
 def test_settings_are_sent_and_kept(person, fake):
     one = person()
     expect(one.page.get_by_label("Model")).to_have_value("tiny")
-    labels = {
-        "Temperature": 0.5,
-        "Top p": 0.9,
-        "Top k": 40,
-        "Min p": 0.05,
-        "Max tokens": 64,
-        "Seed": 7,
-    }
-    fields = {label.lower().replace(" ", "_"): value for label, value in labels.items()}
+    labels = {"Temperature": 0.5, "Top p": 0.9, "Top k": 40, "Min p": 0.05}
+    labels |= {"Max tokens": 64, "Seed": 7}
     penalties = {"Repetition": 1.1, "Presence": -0.5, "Frequency": 0.2}
+    fields = {label.lower().replace(" ", "_"): value for label, value in labels.items()}
     fields |= {f"{label.lower()}_penalty": value for label, value in penalties.items()}
     one.set(labels | penalties, system="Be brief.")
     one.page.get_by_label("Model").select_option("pirate")
@@ -742,8 +733,7 @@ def test_scrolling_follows_until_one_goes_up(person, fake):
     place = "(scroll) => scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight"
     scroll = one.page.locator("#scroll")
     assert scroll.evaluate(place) < 5
-    one.send("wait")
-    expect(one.answers.last).to_contain_text("The lighthouse keeper")
+    one.wait()
     scroll.evaluate("(scroll) => scroll.scrollTo(0, 500)")
     expect(one.button("Go to the newest")).to_be_visible()
     fake.hold.set()

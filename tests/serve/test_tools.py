@@ -138,27 +138,18 @@ call_lists = st.lists(
 MARKS = """<tool_call> </tool_call> <|tool_call|> <|/tool_call|> [TOOL_CALLS] <|/tool [TOOL <tool
 _call> <think> </think> < { } [ ] [] " \\ \\u12 , hello é👩‍👩‍👧 NaN -Infinity 1e999 -1.5e+ tru
 true"""
-FRAGMENTS = [
-    "\n",
-    "  ",
-    '{"a": ',
-    *(
-        f'{{"name": {name}, {arguments}'
-        for name, arguments in (
-            ('"now"', '"arguments": {}}'),
-            ('"now"', '"parameters": {}}'),
-            ('"nothing"', '"arguments": {}}'),
-            ('["now"]', '"arguments": {}}'),
-            ('"now"', '"arguments": "{}"}'),
-            ('"now"', '"arguments": "{"}'),
-            ('"now"', '"arguments": []}'),
-            ('"now"', '"arguments": {"a": '),
-        )
-    ),
-    '{"name": "now"}',
-    *MARKS.split(),
-    "9" * 5000,
-]
+CALLS = """
+    "now", "arguments": {}}
+    "now", "parameters": {}}
+    "now", "arguments": "{}"}
+    "now", "arguments": "{"}
+    "now", "arguments": []}
+    "now", "arguments": {"a":
+    "now"}
+    "nothing", "arguments": {}}
+    ["now"], "arguments": {}}"""
+CALL_TEXTS = [f'{{"name": {line.strip()}' for line in CALLS.strip().splitlines()]
+FRAGMENTS = ["\n", "  ", '{"a": ', *CALL_TEXTS, *MARKS.split(), "9" * 5000]
 places = st.lists(st.integers(0, 999), max_size=9)
 hard_texts = st.lists(st.sampled_from(FRAGMENTS), max_size=8).map("".join)
 
