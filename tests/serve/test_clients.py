@@ -170,12 +170,10 @@ def test_what_cannot_be_continued(http):
 @contextlib.contextmanager
 def reached(engine, *keys):
     """Clients of a real server by their keys; without keys a single one."""
-    limits = httpx.Limits(max_connections=None)
+    options = {"timeout": 60, "limits": httpx.Limits(max_connections=None), "verify": False}
     with listening(engine, keys) as (url, _), contextlib.ExitStack() as stack:
         clients = [
-            httpx.Client(
-                base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=60, limits=limits
-            )
+            httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, **options)
             for key in keys or ["none"]
         ]
         yield [stack.enter_context(client) for client in clients]

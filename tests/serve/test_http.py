@@ -51,16 +51,21 @@ def url(engine):
 
 
 @pytest.fixture(scope="module")
-def ask(url):
+def web(url):
+    with httpx.Client(base_url=url, timeout=600) as web:
+        yield web
+
+
+@pytest.fixture(scope="module")
+def ask(web):
     """Post a body, or bytes."""
-    with httpx.Client(base_url=url, timeout=600) as client:
 
-        def post(path, body, **headers):
-            content = body if isinstance(body, bytes) else json.dumps(body)
-            headers = {"Content-Type": "application/json"} | headers
-            return client.post(path, content=content, headers=headers)
+    def post(path, body, **headers):
+        content = body if isinstance(body, bytes) else json.dumps(body)
+        headers = {"Content-Type": "application/json"} | headers
+        return web.post(path, content=content, headers=headers)
 
-        yield post
+    return post
 
 
 @pytest.fixture(scope="module")
@@ -426,21 +431,21 @@ def test_tokens_and_templates(ask, answer_to):
     assert '"left"' in shown["prompt"]
 
 
-def test_models_health_metrics_and_the_page(client, url):
+def test_models_health_metrics_and_the_page(client, web):
     assert [model.id for model in client.models.list()] == ["small", "caller", "mistral"]
     assert client.models.retrieve("caller") == [*client.models.list()][1]
     assert 0 <= time.time() - client.models.retrieve("small").created < 10_000
-    message = refused(httpx.get(f"{url}/v1/models/large/one"), 404, "model_not_found")
+    message = refused(web.get("/v1/models/large/one"), 404, "model_not_found")
     assert "there is no model large/one" in message
-    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
-    metrics = httpx.get(f"{url}/metrics").text
+    assert web.get("/health").json() == {"status": "ok"}
+    metrics = web.get("/metrics").text
     assert 'jllama_requests_total{path="/health",status="200"}' in metrics
     assert 'path="/nothing"' not in metrics
-    page = httpx.get(url)
+    page = web.get("/")
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     assert "default-src 'none'" in page.headers["content-security-policy"]
     assert page.headers["cache-control"] == "no-cache"
-    assert httpx.get(f"{url}/openapi.json").json()["info"]["title"] == "jllama"
+    assert web.get("/openapi.json").json()["info"]["title"] == "jllama"
 
 
 # Bad input
@@ -661,13 +666,13 @@ def test_an_unknown_model(ask):
         ("DELETE", "/health", 405),
     ],
 )
-def test_a_path_that_is_not_there(method, path, status, url):
-    refused(httpx.request(method, url + path), status)
+def test_a_path_that_is_not_there(method, path, status, web):
+    refused(web.request(method, path), status)
 
 
-def test_a_body_that_is_too_large(ask, url):
+def test_a_body_that_is_too_large(ask, web):
     endless = (b" " * 100_000 for _ in range(100))
-    for reply in (ask(CHAT, b" " * 100_001), httpx.post(url + CHAT, content=endless, timeout=600)):
+    for reply in (ask(CHAT, b" " * 100_001), web.post(CHAT, content=endless)):
         assert "larger than 100000 bytes" in refused(reply, 413)
 
 
@@ -775,21 +780,21 @@ def test_before_the_model_is_there_and_when_the_server_stops(engine):
     assert client.get("/health").status_code == 503
 
 
-def metric(url, name):
-    metrics = httpx.get(f"{url}/metrics").text
+def metric(web, name):
+    metrics = web.get("/metrics").text
     return float(re.search(rf"^{name} (\S+)", metrics, re.MULTILINE)[1])
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_its_slot(stream, url):
+def test_a_client_that_leaves_frees_its_slot(stream, url, web):
     fields = {"prompt": "x", "stream": stream, "seed": 1, "n": 3, "regex": "(a|b){900}"}
     content = json.dumps(fields).encode()
-    before = metric(url, "jllama_cancelled_requests_total")
+    before = metric(web, "jllama_cancelled_requests_total")
     with connection_to(url) as connection:
         connection.sendall(post_head(len(content)) + content)
-        wait_for(lambda: metric(url, "jllama_busy_slots"))
-    wait_for(lambda: not metric(url, "jllama_busy_slots"))
-    assert metric(url, "jllama_cancelled_requests_total") == before + 3
+        wait_for(lambda: metric(web, "jllama_busy_slots"))
+    wait_for(lambda: not metric(web, "jllama_busy_slots"))
+    assert metric(web, "jllama_cancelled_requests_total") == before + 3
 
 
 class FakeEngine(EngineThread):
