@@ -232,7 +232,7 @@ def test_all_clients_together_do_not_wait_without_a_limit():
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_by_key_comes_before_the_many_of_another(stream, engine):
-    fields = {"prompt": "x", "max_tokens": 60, "banned_ids": [2], "seed": 1}
+    fields = {"prompt": "x", "max_tokens": 30, "banned_ids": [2], "seed": 1}
     with reached(engine, "alpha", "beta") as (one, other), ThreadPoolExecutor(1) as pool:
         many = pool.submit(one.post, COMPLETIONS, json=fields | {"n": 16})
         while len(engine._queue) < 10:

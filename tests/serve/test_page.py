@@ -187,17 +187,21 @@ class Person:
         )
         self.context.on("request", self.note)
         self.page = self.tab()
+        self.answers = self.page.get_by_role("article", name="Answer")
+        self.body = self.answers.last.locator(".body")
+        self.asked = self.page.get_by_role("article", name="You")
+        self.names = self.page.locator("#list .name")
 
     def note(self, request):
         if not request.url.startswith((self.url, "data:", "blob:")):
             self.elsewhere.append(request.url)
 
-    def tab(self, at=""):
+    def tab(self):
         page = self.context.new_page()
         page.set_default_timeout(300_000)
         page.on("console", lambda message: self.problems.append(message.text))
         page.on("pageerror", lambda error: self.problems.append(str(error)))
-        page.goto(self.url + at)
+        page.goto(self.url)
         return page
 
     def send(self, text, page=None):
@@ -230,23 +234,6 @@ class Person:
 
     def button(self, name, **options):
         return self.page.get_by_role("button", name=name, **options)
-
-    @property
-    def body(self):
-        """The text of the last answer."""
-        return self.answers.last.locator(".body")
-
-    @property
-    def answers(self):
-        return self.page.get_by_role("article", name="Answer")
-
-    @property
-    def asked(self):
-        return self.page.get_by_role("article", name="You")
-
-    @property
-    def names(self):
-        return self.page.locator("#list .name")
 
 
 @pytest.fixture
@@ -440,10 +427,8 @@ def test_markdown_is_shown(person):
     assert body.locator("hr").count() == 1
     assert "snake_case_name, 2 * 3 * 4" in body.inner_text()
     assert "A second line *with* escapes." in body.inner_text()
-    assert body.locator("a").evaluate_all("(all) => all.map((each) => each.href)") == [
-        "https://example.com/",
-        "https://example.com/page",
-    ]
+    links = body.locator("a").evaluate_all("(all) => all.map((each) => each.href)")
+    assert links == ["https://example.com/", "https://example.com/page"]
 
 
 REPEATED = ["*a ", "[", "> ", "- ", "_a_b ", "![[](", "https://", "**", "***a** b* ", "```\n"]
