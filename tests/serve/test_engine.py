@@ -163,14 +163,6 @@ def test_ids_and_log_probabilities_are_those_of_generate_and_the_oracle(engine):
         assert token.top[0][0] == np.argmax(log_probs[index])
 
 
-def answered(engine):
-    """The rows of a bare engine and their answers, in the order in which they end."""
-    while engine.busy:
-        for row, event in engine.step():
-            if isinstance(event, Answer):
-                yield row, event
-
-
 def test_several_models_are_served_at_once_and_share_no_prefix(engine):
     request = request_of(PREFIX, 20, seed=1)
     requests = [request, dataclasses.replace(request, model="other")] * 3
@@ -294,6 +286,12 @@ def test_a_fault_fails_what_is_under_way_and_the_next_request_is_served(monkeypa
 
 def live_bytes():
     return sum(array.nbytes for array in jax.live_arrays())
+
+
+def answered(engine):
+    """The rows of a bare engine, in the order in which they end."""
+    while engine.busy:
+        yield from (row for row, event in engine.step() if isinstance(event, Answer))
 
 
 def test_a_prompt_waits_for_those_that_came_before_alone():
