@@ -4,14 +4,13 @@ desk.
 
 import io
 import json
-import shutil
 
 import jax
 import matplotlib.image
 import numpy as np
 import pytest
 from helpers import trained_smollm
-from playwright.sync_api import sync_playwright
+from helpers_browser import SIZES, TEXTS, VISIBLE, chromium, contrast, faint, rgba
 
 from jllama.checkpoints.registry import save
 from jllama.commands import cli
@@ -22,29 +21,14 @@ from jllama.report import _COLORS
 from jllama.templates.messages import TEMPLATES
 
 pytestmark = pytest.mark.browser
-SWITCHES = """--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync
---disable-background-networking --disable-component-update"""
 QUESTIONS = ["Where do you live, and who with?", "What <b>is</b> your name?"]
-SIZES = {"phone": (390, 844), "desk": (1280, 900)}
-READABLE, VISIBLE = 4.5, 3.0  # WCAG 2.2, 1.4.3 and 1.4.11
-
 LOOK = """() => {
-  const texts = [], walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-  while (walker.nextNode()) {
-    const node = walker.currentNode, own = node.parentElement, style = getComputedStyle(own);
-    if (!node.textContent.trim() || own.closest('metadata, style')) continue;
-    const behind = [];
-    for (let each = own; each; each = each.parentElement)
-      behind.push(getComputedStyle(each).backgroundColor);
-    const color = own.closest('svg') ? style.fill : style.color;
-    texts.push([node.textContent.trim().slice(0, 200), color, behind, parseFloat(style.fontSize)]);
-  }
   const wide = [...document.querySelectorAll('.wide')];
   const inside = (each) => wide.some((box) => box !== each && box.contains(each));
   const boxes = [...document.body.querySelectorAll('*')]
                   .filter((each) => !inside(each) && !each.closest('defs'));
   return {
-    texts, width: document.documentElement.scrollWidth,
+    width: document.documentElement.scrollWidth,
     outside: boxes.map((each) => [each.tagName, each.getBoundingClientRect().right])
                   .filter(([_, right]) => right > innerWidth + 0.5),
     scrolls: wide.map((each) => [each.scrollWidth > each.clientWidth,
@@ -98,96 +82,53 @@ def pages(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    program = (
-        shutil.which("chromium")
-        or shutil.which("chromium-browser")
-        or shutil.which("google-chrome")
-    )
-    assert program, "there is no Chromium: apt-get install chromium"
-    with sync_playwright() as player:
+def browser():
+    with chromium() as browser:
 
         def look(page, size, scheme):
-            profile = tmp_path_factory.mktemp("profile")
-            width, height = SIZES[size]
-            settings = {"viewport": {"width": width, "height": height}, "color_scheme": scheme}
-            window = player.chromium.launch_persistent_context(
-                profile, executable_path=program, args=SWITCHES.split(), headless=True, **settings
-            )
-            shown, problems = window.new_page(), []
+            context = browser.new_context(viewport=SIZES[size], color_scheme=scheme)
+            shown, problems = context.new_page(), []
             shown.on("console", lambda message: problems.append(message.text))
             shown.on("pageerror", lambda error: problems.append(str(error)))
             shown.goto(page.as_uri())
-            picture, seen = shown.screenshot(full_page=True), shown.evaluate(LOOK)
-            window.close()
-            return seen, matplotlib.image.imread(io.BytesIO(picture))[..., :3], picture, problems
+            png = shown.screenshot(full_page=True)
+            seen = shown.evaluate(LOOK) | {"texts": shown.evaluate(TEXTS)}
+            context.close()
+            return seen, png, problems
 
         yield look
-
-
-def rgba(text):
-    """``rgb(1, 2, 3)`` or ``rgba(1, 2, 3, 0.5)`` as four shares."""
-    numbers = [float(each) for each in text[text.index("(") + 1 : -1].replace("/", ",").split(",")]
-    return np.array(
-        [*(each / 255 for each in numbers[:3]), numbers[3] if len(numbers) > 3 else 1.0]
-    )
-
-
-def contrast(one, other):
-    """The ratio of luminances, WCAG 2.2."""
-    linear = [np.where(c <= 0.04045, c / 12.92, ((c + 0.055) / 1.055) ** 2.4) for c in (one, other)]
-    dark, light = sorted(float(c @ [0.2126, 0.7152, 0.0722]) for c in linear)
-    return (light + 0.05) / (dark + 0.05)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", ["run", "runs"])
 def test_a_page_is_whole_and_readable(pages, browser, name, size, scheme, tmp_path):
-    seen, picture, png, problems = browser(pages[name], size, scheme)
+    seen, png, problems = browser(pages[name], size, scheme)
     (tmp_path / f"{name}_{size}_{scheme}.png").write_bytes(png)
+    picture = matplotlib.image.imread(io.BytesIO(png))[..., :3]
     assert problems == []
     ground = picture[2, 2].astype(float)
     assert (ground.mean() > 0.9) == (scheme == "light")
 
     # Nothing is wider than the screen; what is too wide scrolls by itself.
-    assert seen["width"] <= SIZES[size][0]
+    assert seen["width"] <= SIZES[size]["width"]
     assert seen["outside"] == []
     assert {overflow for _, overflow in seen["scrolls"]} == {"auto"}
-    assert [scrolls for scrolls, _ in seen["scrolls"]][
-        -1
-    ] or size == "desk"  # six answers side by side
+    last_scrolls, _ = seen["scrolls"][-1]
+    assert last_scrolls or size == "desk"  # six answers side by side
 
     # What is written can be read, also in the charts.
-    faint = {}
-    for text, color, behind, _ in seen["texts"]:
-        base = ground
-        for layer in map(rgba, reversed(behind)):
-            base = layer[3] * layer[:3] + (1 - layer[3]) * base
-        if text != "■" and contrast(rgba(color)[:3], base) < READABLE:
-            faint[text] = contrast(rgba(color)[:3], base)
-    assert faint == {}
+    assert faint([text for text in seen["texts"] if text[0] != "■"], ground) == {}
     written = " ".join(text for text, *_ in seen["texts"])
-    for part in (
-        "step 60",
-        "trained",
-        "frozen",
-        "count",
-        "padding",
-        "What <b>is</b> your name?",
-        "loss (nats per token)",
-    ):
-        assert part in written
+    for word in ("step 60", "trained", "frozen", "count", "padding", "loss (nats per token)"):
+        assert word in written
+    assert QUESTIONS[1] in written
 
     # The curves are there, and can be seen: two colors of a run, or one of each.
-    drawn = {
-        tuple(np.round(255 * rgba(color)[:3]).astype(int))
-        for color in seen["lines"]
-        if color.startswith("rgb")
-    }
-    wanted = [tuple(bytes.fromhex(color[1:])) for color in _COLORS[:2]]
-    assert {*wanted} <= drawn
-    for color in wanted:
+    strokes = (rgba(color)[:3] for color in seen["lines"] if color.startswith("rgb"))
+    drawn = {tuple(np.round(255 * color).astype(int)) for color in strokes}
+    for color in (tuple(bytes.fromhex(color[1:])) for color in _COLORS[:2]):
+        assert color in drawn
         assert contrast(np.array(color) / 255, ground) > VISIBLE
         near = np.abs(255 * picture - np.array(color)).max(axis=-1) < 24
         assert near.sum() > 150
@@ -199,23 +140,14 @@ def test_a_script_that_got_into_a_page_does_not_run(pages, browser, tmp_path):
     (tmp_path / "page.html").write_text(pages["run"].read_text() + attack)
     *_, problems = browser(tmp_path / "page.html", "desk", "light")
     assert "ran" not in problems
-    assert (
-        len(
-            [
-                each
-                for each in problems
-                if "violates the following Content Security Policy directive" in each
-            ]
-        )
-        >= 2
-    )
+    said = "violates the following Content Security Policy directive"
+    assert len([problem for problem in problems if said in problem]) >= 2
 
 
-def test_every_color_of_a_curve_can_be_seen_on_both_grounds():
+@pytest.mark.parametrize("ground", ["ffffff", "121212"])
+def test_every_color_of_a_curve_can_be_seen(ground):
     for color in _COLORS:
-        for ground in ("ffffff", "121212"):
-            shares = [
-                np.frombuffer(bytes.fromhex(each.strip("#")), np.uint8) / 255
-                for each in (color, ground)
-            ]
-            assert contrast(*shares) > VISIBLE, (color, ground)
+        one, other = (
+            np.frombuffer(bytes.fromhex(text), np.uint8) / 255 for text in (color[1:], ground)
+        )
+        assert contrast(one, other) > VISIBLE, color

@@ -4,7 +4,6 @@ goes to one host.
 
 import contextlib
 import http.server
-import json
 import threading
 import time
 
@@ -39,9 +38,9 @@ def serving(answer):
         server.server_close()
 
 
-def sending(content, **headers):
+def sending(content, status=200, **headers):
     def answer(handler):
-        handler.send_response(200)
+        handler.send_response(status)
         for name, value in headers.items():
             handler.send_header(name.replace("_", "-"), value)
         handler.end_headers()
@@ -53,12 +52,7 @@ def sending(content, **headers):
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 def test_a_redirect_does_not_get_the_key(status):
     with serving(sending(b"{}")) as (other, stolen):
-
-        def redirect(handler):
-            handler.send_response(status)
-            handler.send_header("Location", f"{other}/steal")
-            handler.end_headers()
-
+        redirect = sending(b"", status, Location=f"{other}/steal")
         with serving(redirect) as (url, _), pytest.raises(RefusalError, match=f"status {status}"):
             request_json(f"{url}/v1/models", None, "SECRET")
         assert stolen == []
@@ -83,8 +77,7 @@ def test_an_answer_that_drips_ends():
     """Each read would be in time."""
 
     def drip(handler):
-        handler.send_response(200)
-        handler.end_headers()
+        sending(b"")(handler)
         for _ in range(600):
             handler.wfile.write(b" ")
             time.sleep(0.1)
@@ -113,6 +106,5 @@ def test_an_odd_answer_is_one_sentence(answer, message):
 
 
 def test_a_log_probability_may_be_infinite():
-    content = json.dumps({"logprob": -float("inf")}).encode()
-    with serving(sending(content)) as (url, _):
+    with serving(sending(b'{"logprob": -Infinity}')) as (url, _):
         assert request_json(url) == {"logprob": -float("inf")}

@@ -6,28 +6,30 @@ who take turns, hold nobody else up, and learn nothing of each other's prompts.
 
 import contextlib
 import dataclasses
-import socket
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import httpx
-import openai
 import pytest
-from engine_load import PREFIX, Asked
+from helpers_serve import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    PREFIX,
+    Asked,
+    connected,
+    listening,
+    refused,
+    request_of,
+)
 from models import served
-from starlette.testclient import TestClient
 from transformers.utils.chat_template_utils import render_jinja_template
 
-import jllama
 from jllama.errors import ContextError, UsageError
-from jllama.generation.requests import Request
-from jllama.generation.sampling_params import Prompt, SamplingParams
-from jllama.generation.text import encode_prompt
-from jllama.serve.app import make_app
-from jllama.serve.config import EngineConfig, HttpConfig
-from jllama.serve.connections import make_server
+from jllama.generation.sampling_params import SamplingParams
+from jllama.serve.config import EngineConfig
 from jllama.serve.engine import CHUNK, EngineThread
 from jllama.serve.protocol import Conversation, render_conversation
 from jllama.serve.requests import Busy
@@ -37,28 +39,7 @@ STOCK = {
     path.stem: path.read_text()
     for path in (Path(__file__).parent.parent / "templates/stock").glob("*.jinja")
 }
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-MESSAGES = [{"role": "user", "content": "hello"}]
 PREFILLED = [*MESSAGES, {"role": "assistant", "content": "Well, "}]
-
-
-@pytest.fixture(scope="module")
-def client(engine):
-    """OpenAI's own, of a server with the usual options."""
-    with (
-        connected(engine) as http,
-        openai.OpenAI(base_url="http://x/v1", api_key="none", http_client=http) as client,
-    ):
-        yield client
-
-
-def connected(engine, **options):
-    return TestClient(make_app(engine, HttpConfig(**options)), raise_server_exceptions=False)
-
-
-def message_of(reply, status=400):
-    assert reply.status_code == status, reply.text
-    return reply.json()["error"]["message"]
 
 
 def ask(http, path=CHAT, **fields):
@@ -69,136 +50,104 @@ def ask(http, path=CHAT, **fields):
 # Defaults
 
 
-def test_the_defaults_of_a_server(engine):
+def test_the_defaults_of_a_server(engine, http):
     """They hold where a request says nothing, stand in its receipt; a null says nothing."""
-    http = connected(
-        engine, default=SamplingParams(temperature=0, top_k=3, logit_bias={75: 2.0}, seed=9)
-    )
-    plain = connected(engine)
-    given = {"temperature": 0, "top_k": 3, "logit_bias": {"75": 2.0}, "seed": 9, "receipt": True}
+    default = SamplingParams(temperature=0, top_k=3, logit_bias={75: 2.0}, seed=9)
+    with_defaults = connected(engine, default=default)
+    explicit = {"temperature": 0, "top_k": 3, "logit_bias": {"75": 2.0}, "seed": 9}
+    own = {"temperature": 1.0, "top_k": 0, "logit_bias": {}, "seed": 1}
     for path, prompt in ((CHAT, {}), (COMPLETIONS, {"prompt": "x"})):
-        expected = ask(plain, path, **prompt, **given).json()
+        expected = ask(http, path, receipt=True, **prompt, **explicit).json()
         for fields in ({}, {"temperature": None}):
-            answer = ask(http, path, receipt=True, **prompt, **fields).json()
+            answer = ask(with_defaults, path, receipt=True, **prompt, **fields).json()
             assert answer["choices"] == expected["choices"]
             assert answer["receipt"] == expected["receipt"]
-        own = {"temperature": 1.0, "top_k": 0, "logit_bias": {}, "seed": 1}
-        assert (
-            ask(http, path, **prompt, **own).json()["choices"]
-            == ask(plain, path, **prompt, **own).json()["choices"]
-        )
-    fields = plain.get("/openapi.json").json()["components"]["schemas"]["Chat"]["properties"]
+        answers = [ask(client, path, **prompt, **own).json() for client in (with_defaults, http)]
+        assert answers[0]["choices"] == answers[1]["choices"]
+    fields = http.get("/openapi.json").json()["components"]["schemas"]["Chat"]["properties"]
     assert "default" not in fields["temperature"]  # which each server has its own of
-    assert http.post("/tokenize", json={"prompt": "x"}).status_code == 200
+    assert with_defaults.post("/tokenize", json={"prompt": "x"}).status_code == 200
 
 
 # Fields to ignore
 
 
-def test_fields_are_ignored_where_that_is_asked_for(engine):
-    http, plain = connected(engine, ignore_unknown=True), connected(engine)
-    history = [
-        {"role": "user", "content": "a", "mood": "good"},
-        {"role": "assistant", "content": "b"},
-        *MESSAGES,
-    ]
+def test_fields_are_ignored_where_that_is_asked_for(engine, http):
+    lenient = connected(engine, ignore_unknown=True)
+
+    def ignored(**fields):
+        reply = ask(lenient, **fields)
+        assert reply.status_code == 200
+        return reply.headers.get("x-jllama-ignored")
+
+    history = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, *MESSAGES]
     thoughts = {"reasoning_content": "hm", "refusal": None, "annotations": []}
-    odd = [history[0], history[1] | thoughts, history[2]]
-    unknown = {
-        "reasoning_effort": "low",
-        "verbosity": "high",
-        "best_of": 2,
-        "é\n": 1,
-        "user": "me",
-        "store": True,
-    }
-    reply = ask(http, messages=odd, seed=1, **unknown)
-    assert reply.status_code == 200
+    odd = [history[0] | {"mood": "good"}, history[1] | thoughts, history[2]]
+    unknown = {"reasoning_effort": "low", "verbosity": "high", "best_of": 2, "é\n": 1}
+    reply = ask(lenient, messages=odd, seed=1, user="me", store=True, **unknown)
     names = "best_of, messages.mood, reasoning_effort, verbosity, %C3%A9%0A"
     assert reply.headers["x-jllama-ignored"] == names
-    kept = [{name: each[name] for name in ("role", "content")} for each in history]
-    assert reply.json()["choices"] == ask(plain, messages=kept, seed=1).json()["choices"]
-    assert ask(http, stream=True, verbosity="low").headers["x-jllama-ignored"] == "verbosity"
-    tokens = http.post("/tokenize", json={"prompt": "a", "lang": "en"})
+    assert reply.json()["choices"] == ask(http, messages=history, seed=1).json()["choices"]
+    assert ignored(stream=True, verbosity="low") == "verbosity"
+    assert ignored(user="me") is None
+    assert len(ignored(**{f"{number:03}" + "x" * 1000: 1 for number in range(100)})) < 2000
+    tokens = lenient.post("/tokenize", json={"prompt": "a", "lang": "en"})
     assert tokens.headers["x-jllama-ignored"] == "lang"
-    assert "x-jllama-ignored" not in ask(http, user="me").headers
-    many = ask(http, **{f"{number:03}" + "x" * 1000: 1 for number in range(100)})
-    assert len(many.headers["x-jllama-ignored"]) < 2000
 
 
 def test_what_is_part_of_the_question_is_never_ignored(engine):
-    http = connected(engine, ignore_unknown=True)
+    lenient = connected(engine, ignore_unknown=True)
     for name in ("functions", "audio", "suffix"):
-        assert (
-            message_of(ask(http, **{name: {"some": "thing"}}))
-            == f"{name} is not served here: leave it out"
-        )
-    assert "temperature: Input should be" in message_of(ask(http, temperature="warm"))
-    assert "message 0 has the role 'king'" in message_of(
-        ask(http, messages=[{"role": "king", "content": "x"}])
-    )
-    assert "message 0 has a part that is not text" in message_of(
-        ask(http, messages=[{"role": "user", "content": [{"type": "image_url"}]}])
-    )
-
-
-def test_nothing_is_ignored_unless_that_is_asked_for(engine):
-    http = connected(engine)
-    for fields in (
-        {"verbosity": "low"},
-        {"mood": 1},
-        {"messages": [MESSAGES[0] | {"reasoning_content": "x"}]},
+        message = refused(ask(lenient, **{name: {"some": "thing"}}))
+        assert message == f"{name} is not served here: leave it out"
+    assert "temperature: Input should be" in refused(ask(lenient, temperature="warm"))
+    for message, said in (
+        ({"role": "king", "content": "x"}, "message 0 has the role 'king'"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "message 0 has a part that is not"),
     ):
-        reply = ask(http, **fields)
-        assert "x-jllama-ignored" not in reply.headers
-        message_of(reply)
-
-
-@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "seed"])
-def test_minus_one_is_refused_with_what_to_send(name, engine):
-    fields = {"messages": MESSAGES, name: -1}
-    message = message_of(connected(engine).post(CHAT, json=fields))
-    assert message.startswith(f"{name} is -1; it must be ")
-    assert "leave it out to " in message
+        assert said in refused(ask(lenient, messages=[message]))
 
 
 # Going on with an answer
 
 
-def test_an_answer_is_continued(client, engine):
+def test_an_answer_is_continued(client, http, engine):
     own = {"continue_final_message": True}
-    given = {"model": "small", "messages": PREFILLED, "seed": 4, "max_tokens": 6}
-    answer = client.chat.completions.create(**given, extra_body=own)
+    fields = {"model": "small", "messages": PREFILLED, "seed": 4, "max_tokens": 6}
     prompt = "<s><|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nWell, "
     ids = served().tokenizer.encode_with_special_tokens(prompt)
-    (expected,) = jllama.generate(served(), ids, max_new_tokens=6, seed=4)
-    assert answer.choices[0].message.content == expected.text
-    parts = client.chat.completions.create(
-        **given, extra_body=own | {"add_generation_prompt": False}, stream=True
-    )
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in parts) == expected.text
-    shown = connected(engine).post("/apply-template", json={"messages": PREFILLED, **own}).json()
+    expected = Asked(engine, request_of(ids, 6, seed=4)).answer().completion.text
+    answer = client.chat.completions.create(**fields, extra_body=own)
+    assert answer.choices[0].message.content == expected
+    own_for_stream = own | {"add_generation_prompt": False}
+    chunks = client.chat.completions.create(**fields, extra_body=own_for_stream, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
+    shown = http.post("/apply-template", json={"messages": PREFILLED, **own}).json()
     assert shown == {"prompt": prompt, "tokens": list(ids)}
 
 
 @pytest.mark.parametrize("name", STOCK)
-@pytest.mark.parametrize(
-    "content", ["Well, ", "Well", "", " \n", "</s> <|im_end|> [/INST]", "im_end"]
-)
-def test_a_continued_answer_is_that_of_transformers(name, content):
+def test_a_continued_answer_is_that_of_transformers(name):
     model = dataclasses.replace(served(), chat_template=STOCK[name])
-    messages = [*MESSAGES, {"role": "assistant", "content": content}]
-    asked = {"continue_final_message": True, "chat_template_kwargs": {"date_string": "26 Jul 2024"}}
-    text, _ = render_conversation(model, Conversation(messages=messages, **asked))
-    given = {"bos_token": "<s>", "eos_token": "</s>", "continue_final_message": True} | asked[
-        "chat_template_kwargs"
-    ]
-    theirs, _ = render_jinja_template([messages], chat_template=STOCK[name], **given)
-    assert [text] == theirs
+    variables = {"date_string": "26 Jul 2024"}
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    for content in ("Well, ", "Well", "", " \n", "</s> <|im_end|> [/INST]", "im_end"):
+        messages = [*MESSAGES, {"role": "assistant", "content": content}]
+        conversation = Conversation(
+            messages=messages, continue_final_message=True, chat_template_kwargs=variables
+        )
+        text, _ = render_conversation(model, conversation)
+        (expected,), _ = render_jinja_template(
+            [messages],
+            chat_template=STOCK[name],
+            continue_final_message=True,
+            **variables,
+            **tokens,
+        )
+        assert text == expected
 
 
-def test_what_cannot_be_continued(engine):
-    http = connected(engine)
+def test_what_cannot_be_continued(http):
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     calling = {"role": "assistant", "content": "x", "tool_calls": [call]}
     for messages, more in (
@@ -206,8 +155,8 @@ def test_what_cannot_be_continued(engine):
         ([*MESSAGES, calling], {}),
         (PREFILLED, {"add_generation_prompt": True}),
     ):
-        said = message_of(ask(http, messages=messages, continue_final_message=True, **more))
-        assert said.startswith(
+        reply = ask(http, messages=messages, continue_final_message=True, **more)
+        assert refused(reply).startswith(
             "continue_final_message goes on with the messages: the last one must be text"
         )
     deaf = dataclasses.replace(served(), chat_template="{{ messages[0].content }}")
@@ -215,50 +164,31 @@ def test_what_cannot_be_continued(engine):
         render_conversation(deaf, Conversation(messages=PREFILLED, continue_final_message=True))
 
 
-# Models
-
-
-def test_when_a_model_was_loaded(client):
-    assert 0 <= time.time() - client.models.retrieve("small").created < 10_000
-
-
 # Clients take turns
 
 
 @contextlib.contextmanager
-def reached(engine, keys=()):
-    """Clients of a real server by their keys; without keys one, named ``""``."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    config = HttpConfig()
-    server = make_server(make_app(engine, config, keys), config)
-    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
-    thread.start()
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    limits = httpx.Limits(max_connections=None)
-    try:
-        with contextlib.ExitStack() as stack:
-            clients = {}
-            for key in keys or [""]:
-                headers = {"Authorization": f"Bearer {key or None}"}
-                client = httpx.Client(base_url=url, headers=headers, timeout=60, limits=limits)
-                clients[key] = stack.enter_context(client)
-            yield clients
-    finally:
-        server.should_exit = True
-        thread.join()
+def reached(engine, *keys):
+    """Clients of a real server by their keys; without keys a single one."""
+    options = {"timeout": 60, "limits": httpx.Limits(max_connections=None), "verify": False}
+    with listening(engine, keys) as (url, _), contextlib.ExitStack() as stack:
+        clients = [
+            httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, **options)
+            for key in keys or ["none"]
+        ]
+        yield [stack.enter_context(client) for client in clients]
 
 
-def request_of(client, new_tokens=20):
-    prompt = Prompt("abc", SamplingParams(banned_ids=(2,)), new_tokens)
-    return Request(encode_prompt(served(), prompt), "small", client=client)
+def request_by(client, new_tokens=20):
+    return request_of("abc", new_tokens, options={"client": client}, banned_ids=(2,))
 
 
 class InOrder(Asked):
     """Notes its client in ``order`` when its answer has ended."""
 
-    def __init__(self, engine, client, order, **given):
+    def __init__(self, engine, client, order):
         self._client, self._order = client, order
-        super().__init__(engine, request_of(client, **given))
+        super().__init__(engine, request_by(client))
 
     def _deliver(self, event):
         super()._deliver(event)
@@ -268,52 +198,47 @@ class InOrder(Asked):
 
 def test_clients_take_turns(engine):
     """Sixteen answers for one client, then one for each of two others: they come after at most one
-    answer more."""
-    order = []
-    asked = [InOrder(engine, "many", order) for _ in range(16)]
-    asked += [InOrder(engine, name, order) for name in ("few", "fewer")]
-    for each in asked:
-        each.end()
+    answer more. Two clients with many requests get slots alternately."""
+
+    def order_of_answers(clients):
+        order = []
+        for request in [InOrder(engine, client, order) for client in clients]:
+            request.end()
+        return order
+
+    order = order_of_answers([*["many"] * 16, "few", "fewer"])
     assert order[-8:] == ["many"] * 8
     assert sorted(order) == ["few", "fewer", *["many"] * 16]
-
-
-def test_two_clients_with_many_requests_get_slots_alternately(engine):
-    order = []
-    asked = [InOrder(engine, name, order) for name in ("one", "two") for _ in range(9)]
-    for each in asked:
-        each.end()
-    middle = order[4:-4]
+    middle = order_of_answers(["one"] * 9 + ["two"] * 9)[4:-4]
     assert 3 <= middle.count("one") <= 7
 
 
 def test_one_client_does_not_fill_the_queue_for_others(engine):
-    running = [Asked(engine, request_of("many", 200)) for _ in range(18)]
+    running = [Asked(engine, request_by("many", 200)) for _ in range(18)]
     with pytest.raises(Busy, match=r"requests are waiting already, 1[6-9] of them yours"):
-        [engine.submit(request_of("many"), lambda event: None) for _ in range(99)]
-    other = Asked(engine, request_of("other"))
-    other.answer()
-    for each in running:
-        each.cancel()
+        [engine.submit(request_by("many"), lambda event: None) for _ in range(99)]
+    Asked(engine, request_by("other")).answer()
+    for request in running:
+        request.cancel()
 
 
 def test_all_clients_together_do_not_wait_without_a_limit():
     engine = EngineThread({"small": served()}, EngineConfig(slots=1, queue=2))  # is never started
     for number in range(12):
-        engine.submit(request_of(f"client {number}"), lambda event: None)
+        engine.submit(request_by(f"client {number}"), print)
     with pytest.raises(Busy, match="12 requests are waiting already, 0 of them yours, the most"):
-        engine.submit(request_of("another"), print)
+        engine.submit(request_by("another"), print)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_by_key_comes_before_the_many_of_another(stream, engine):
-    given = {"prompt": "x", "max_tokens": 60, "banned_ids": [2], "seed": 1}
-    with reached(engine, ["alpha", "beta"]) as clients, ThreadPoolExecutor(1) as pool:
-        many = pool.submit(clients["alpha"].post, COMPLETIONS, json=given | {"n": 16})
+    fields = {"prompt": "x", "max_tokens": 30, "banned_ids": [2], "seed": 1}
+    with reached(engine, "alpha", "beta") as (one, other), ThreadPoolExecutor(1) as pool:
+        many = pool.submit(one.post, COMPLETIONS, json=fields | {"n": 16})
         while len(engine._queue) < 10:
             time.sleep(0.001)
-        reply = clients["beta"].post(COMPLETIONS, json=given | {"max_tokens": 4, "stream": stream})
-        assert reply.status_code == 200
+        short = fields | {"max_tokens": 4, "stream": stream}
+        assert other.post(COMPLETIONS, json=short).status_code == 200
         assert not many.done()
         assert len(many.result().json()["choices"]) == 16
 
@@ -324,7 +249,7 @@ def test_an_answer_by_key_comes_before_the_many_of_another(stream, engine):
 @pytest.fixture
 def blocked(monkeypatch):
     """Tokenizing a text that begins with "wait" takes until the event is set."""
-    encode, event = BytesTokenizer._encode, threading.Event()
+    encode, event = BytesTokenizer._encode, Event()
 
     def slow(self, text):
         assert "wait" not in text or event.wait(60)
@@ -335,21 +260,24 @@ def blocked(monkeypatch):
     event.set()
 
 
+WAITING = [{"role": "user", "content": "wait"}]
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
         (COMPLETIONS, {"prompt": "wait", "max_tokens": 1}),
         (COMPLETIONS, {"prompt": "wait", "max_tokens": 0, "echo": True, "stream": True}),
-        (CHAT, {"messages": [{"role": "user", "content": "wait"}], "max_tokens": 1}),
+        (CHAT, {"messages": WAITING, "max_tokens": 1}),
         ("/tokenize", {"prompt": "wait"}),
-        ("/apply-template", {"messages": [{"role": "user", "content": "wait"}]}),
+        ("/apply-template", {"messages": WAITING}),
     ],
 )
 def test_the_server_answers_while_a_text_is_tokenized(path, body, engine, blocked):
-    with reached(engine) as clients, ThreadPoolExecutor(1) as pool:
-        slow = pool.submit(clients[""].post, path, json=body)
-        for _ in range(20):
-            assert clients[""].get("/health").status_code == 200
+    with reached(engine) as (client,), ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(client.post, path, json=body)
+        for _ in range(5):
+            assert client.get("/health").status_code == 200
         assert not slow.done()
         blocked.set()
         assert slow.result().status_code == 200
@@ -358,33 +286,25 @@ def test_the_server_answers_while_a_text_is_tokenized(path, body, engine, blocke
 @pytest.mark.parametrize(("path", "more"), [("/tokenize", {}), (COMPLETIONS, {"max_tokens": 1})])
 def test_a_client_whose_prompts_take_long_does_not_hold_up_another(path, more, engine, blocked):
     """More slow prompts than the server has threads for; the other client's is made meanwhile."""
-    with reached(engine, ["alpha", "beta"]) as clients, ThreadPoolExecutor(45) as pool:
-        slow = [
-            pool.submit(clients["alpha"].post, path, json={"prompt": "wait"} | more)
-            for _ in range(45)
-        ]
+    with reached(engine, "alpha", "beta") as (one, other), ThreadPoolExecutor(45) as pool:
+        body = {"prompt": "wait"} | more
+        slow = [pool.submit(one.post, path, json=body) for _ in range(45)]
         for _ in range(5):
-            assert clients["beta"].post(path, json={"prompt": "x"} | more).status_code == 200
-        assert not any(each.done() for each in slow)
+            assert other.post(path, json={"prompt": "x"} | more).status_code == 200
+        assert not any(future.done() for future in slow)
         blocked.set()
-        assert {each.result().status_code for each in slow} <= {200, 503}
+        assert {future.result().status_code for future in slow} <= {200, 503}
 
 
-def test_a_prompt_that_is_too_long_is_refused_before_it_is_tokenized(engine, blocked):
+def test_a_prompt_that_is_too_long_is_refused_before_it_is_tokenized(http, blocked):
     text = "wait" * 200_000
-    with reached(engine) as clients:
-        for path, body in (
-            (COMPLETIONS, {"prompt": text}),
-            (CHAT, {"messages": [{"role": "user", "content": text}]}),
-        ):
-            reply = clients[""].post(path, json=body)
-            assert reply.status_code == 400
-            error = reply.json()["error"]
-            assert error["code"] == "context_length_exceeded"
-            assert (
-                "1024 tokens, the context that this server has, hold at most 5120: shorten the "
-                "prompt" in error["message"]
-            )
+    said = "1024 tokens, the context that this server has, hold at most 5120: shorten the prompt"
+    for path, body in (
+        (COMPLETIONS, {"prompt": text}),
+        (CHAT, {"messages": [{"role": "user", "content": text}]}),
+    ):
+        reply = http.post(path, json=body)
+        assert said in refused(reply, code="context_length_exceeded")
 
 
 def test_what_may_fit_is_tokenized(engine):
@@ -402,32 +322,32 @@ def test_what_may_fit_is_tokenized(engine):
 # What one client learns of another
 
 
-def cached_tokens(client, **fields):
-    given = {"prompt": PREFIX[:300] + "!", "max_tokens": 1, "seed": 1}
-    reply = client.post(COMPLETIONS, json=given | fields).json()
-    return reply["usage"]["prompt_tokens_details"]["cached_tokens"], reply["choices"]
+def cached_tokens(cases):
+    """How many tokens of a prompt are cached for each case of a client and a salt."""
+    numbers, answers = [], []
+    for client, salt in cases:
+        fields = {"prompt": PREFIX[:300] + "!", "max_tokens": 1, "seed": 1, "cache_salt": salt}
+        reply = client.post(COMPLETIONS, json=fields).json()
+        numbers.append(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
+        answers.append(reply["choices"])
+    assert all(answer == answers[0] for answer in answers)
+    return numbers
 
 
 def test_a_key_is_not_told_what_another_has_asked(engine):
-    with reached(engine, ["alpha", "beta"]) as clients:
-        found = [cached_tokens(clients[name]) for name in ("alpha", "beta", "alpha", "beta")]
-    assert [number for number, _ in found] == [0, 0, CHUNK, CHUNK]
-    assert all(choices == found[0][1] for _, choices in found)
+    with reached(engine, "alpha", "beta") as (one, other):
+        assert cached_tokens([(one, ""), (other, "")] * 2) == [0, 0, CHUNK, CHUNK]
 
 
-def test_prefixes_are_shared_by_requests_of_the_same_salt(engine):
-    with reached(engine) as clients:
-        found = [cached_tokens(clients[""], cache_salt=salt) for salt in ("a", "b", "a", "", "")]
-    assert [number for number, _ in found] == [0, 0, CHUNK, 0, CHUNK]
-    assert all(choices == found[0][1] for _, choices in found)
+def test_prefixes_are_shared_by_requests_of_the_same_salt(http):
+    cases = [(http, salt) for salt in ("a", "b", "a", "", "")]
+    assert cached_tokens(cases) == [0, 0, CHUNK, 0, CHUNK]
 
 
 def test_without_keys_clients_share_prefixes(engine):
     """They are told apart by address for their turns alone."""
-    text = Prompt(PREFIX[:400], SamplingParams(), 1)
-    request = Request(encode_prompt(served(), text), "small")
-    answers = [
-        Asked(engine, dataclasses.replace(request, client=name)).end()
+    numbers = [
+        Asked(engine, request_of(PREFIX[1:400], 1, options={"client": name})).end().cached_tokens
         for name in ("1.2.3.4", "1.2.3.5")
     ]
-    assert [answer.cached_tokens for answer in answers] == [0, CHUNK]
+    assert numbers == [0, CHUNK]

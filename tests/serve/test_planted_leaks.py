@@ -6,46 +6,42 @@ import hashlib
 
 import numpy as np
 import pytest
-from engine_load import alone, in_company, random_request
+from helpers_serve import alone, in_company, random_request, request_of, started
 from models import served
 
 from jllama.generation import engine as engine_module
 from jllama.generation import steps
 from jllama.generation.engine import Engine
-from jllama.generation.requests import Request
-from jllama.generation.sampling_params import Prompt, SamplingParams
-from jllama.generation.text import encode_prompt
 from jllama.grammar import Grammar
-from jllama.serve.config import EngineConfig
-from jllama.serve.engine import CHUNK, EngineThread
+from jllama.serve.engine import CHUNK
 
 
 @pytest.fixture
 def engine():
-    serving = EngineThread({"small": served(), "other": served(1)}, EngineConfig(slots=3))
-    serving.start()
-    yield serving
-    serving.close()
+    with started({"small": served(), "other": served(1)}) as engine:
+        yield engine
 
 
-def request_of(text, **settings):
-    return Request(
-        encode_prompt(served(), Prompt(text, SamplingParams(0.0), 12, **settings)), "small"
-    )
+def plain():
+    return [random_request(served(), number) for number in range(10)]
 
 
-PLAIN = [random_request(served(), number) for number in range(10)]
-BEHIND_OTHERS = [request_of(first * (CHUNK - 1) + "abc" * 100) for first in "xyz"] * 3
-GRAMMARS = [
-    None,
-    Grammar("regex", "[ab]{4,12}"),
-    Grammar("regex", "([0-9]+ )*"),
-    Grammar("regex", "yes|no"),
-]
-OF_TWO_MODELS = [
-    dataclasses.replace(BEHIND_OTHERS[0], model=name) for name in ("small", "other") * 3
-]
-WITH_GRAMMARS = [request_of("abc", grammar=grammar) for grammar in GRAMMARS * 3]
+def behind_others():
+    texts = [first * (CHUNK - 1) + "abc" * 100 for first in "xyz"]
+    return [request_of(text, 12, temperature=0.0) for text in texts] * 3
+
+
+def of_two_models():
+    first, *_ = behind_others()
+    return [dataclasses.replace(first, model=name) for name in ("small", "other")] * 3
+
+
+def with_grammars():
+    grammars = [None, *(Grammar("regex", regex) for regex in REGEXES)]
+    return [request_of("abc", 12, grammar, temperature=0.0) for grammar in grammars] * 3
+
+
+REGEXES = ["[ab]{4,12}", "([0-9]+ )*", "yes|no"]
 
 
 def neighbors_mask(monkeypatch):
@@ -116,12 +112,12 @@ def chunks_of_any_model(monkeypatch):
 
 
 LEAKS = [
-    (neighbors_mask, WITH_GRAMMARS),
-    (stale_rows, PLAIN),
-    (stale_prompts, BEHIND_OTHERS),
-    (key_of_the_slot, PLAIN),
-    (chunks_by_themselves, BEHIND_OTHERS),
-    (chunks_of_any_model, OF_TWO_MODELS),
+    (neighbors_mask, with_grammars),
+    (stale_rows, plain),
+    (stale_prompts, behind_others),
+    (key_of_the_slot, plain),
+    (chunks_by_themselves, behind_others),
+    (chunks_of_any_model, of_two_models),
 ]
 
 
@@ -129,6 +125,7 @@ LEAKS = [
 @pytest.mark.parametrize(("plant", "requests"), LEAKS, ids=[plant.__name__ for plant, _ in LEAKS])
 def test_a_planted_leak_is_seen(engine, plant, requests, monkeypatch):
     """A leaking server compared with itself, as one that does not leak is."""
+    requests = requests()
     uncached = [dataclasses.replace(request, caches=False) for request in requests]
     assert in_company(engine, requests, seed=0) == alone(engine, uncached)
     plant(monkeypatch)

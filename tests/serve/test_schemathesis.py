@@ -3,8 +3,8 @@ as it says."""
 
 import pytest
 import schemathesis
+from helpers_serve import CHAT, COMPLETIONS, MESSAGES, started
 from hypothesis import HealthCheck, given, settings
-from models import served
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
@@ -13,8 +13,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from jllama.serve.app import make_app
-from jllama.serve.config import EngineConfig, HttpConfig
-from jllama.serve.engine import EngineThread
+from jllama.serve.config import HttpConfig
 
 CHECKS = [
     not_a_server_error,
@@ -27,10 +26,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def document():
-    engine = EngineThread({"small": served()}, EngineConfig(slots=3, context=64, queue=8))
-    engine.start()
-    yield schemathesis.openapi.from_asgi("/openapi.json", make_app(engine, HttpConfig()))
-    engine.close()
+    with started(context=64, queue=8) as engine:
+        yield schemathesis.openapi.from_asgi("/openapi.json", make_app(engine, HttpConfig()))
 
 
 @pytest.mark.parametrize(
@@ -43,23 +40,20 @@ def test_the_server_does_what_its_document_says(document, mode):
         if mode == schemathesis.GenerationMode.NEGATIVE and operation.method == "get":
             continue  # they take nothing that could be wrong
 
-        @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
         @given(case=operation.as_strategy(generation_mode=mode))
         def check(case):
             case.call_and_validate(checks=CHECKS)
 
         check()
         tried.append(operation.path)
-    assert "/v1/chat/completions" in tried
+    assert CHAT in tried
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_stream_is_what_the_document_says(document, path):
-    prompt = (
-        {"prompt": "words"}
-        if path == "/v1/completions"
-        else {"messages": [{"role": "user", "content": "words"}]}
-    )
+@pytest.mark.parametrize(
+    ("path", "prompt"), [(COMPLETIONS, {"prompt": "words"}), (CHAT, {"messages": MESSAGES})]
+)
+def test_a_stream_is_what_the_document_says(document, path, prompt):
     case = document[path]["POST"].Case(
         body={**prompt, "stream": True}, media_type="application/json"
     )

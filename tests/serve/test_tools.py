@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from helpers import trained_llama3, trained_smollm
 from helpers_real import real_file
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -55,13 +55,19 @@ WEATHER = {
     "additionalProperties": False,
 }
 TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": "weather", "description": "The weather.", "parameters": WEATHER},
-    },
-    {"type": "function", "function": {"name": "now"}},
+    {"type": "function", "function": function}
+    for function in (
+        {"name": "weather", "description": "The weather.", "parameters": WEATHER},
+        {"name": "now"},
+    )
 ]
 NAMES = ["weather", "now"]
+NOW = {"type": "function", "function": {"name": "now"}}
+ANSWER = {"role": "assistant", "content": None}
+
+
+def function(**fields):
+    return {"type": "function", "function": {"name": "now", **fields}}
 
 
 def written(dialect, calls):
@@ -83,18 +89,6 @@ def read(dialect, pieces, **options):
     return "".join(each for each in out if isinstance(each, str)), parser.calls, early
 
 
-def test_null_of_an_assistant_is_an_empty_text():
-    """As clients give an answer back that had no text; in a file it stays what it is."""
-    turn = {"role": "assistant", "content": None}
-    asked = {"role": "user", "content": "a"}
-    assert openai_messages([asked, turn])[1] == {"role": "assistant", "content": ""}
-    for wrong in ({"role": "assistant"}, {"role": "user", "content": None}):
-        with pytest.raises(UsageError, match="it must have just 'role' and 'content'"):
-            openai_messages([asked, wrong])
-    with pytest.raises(UsageError, match="it must have just 'role' and 'content'"):
-        openai_messages([asked, turn], is_request=False)
-
-
 def said(call):
     """The name and the arguments of a call."""
     return call["function"]["name"], json.loads(call["function"]["arguments"])
@@ -102,12 +96,10 @@ def said(call):
 
 def test_dialects():
     marks = {name: dialect.mark for name, text in STOCK.items() if (dialect := find_dialect(text))}
+    tool_call = "smollm2 qwen2_5 qwen2_5_training qwen3 qwen3_training smollm3"
     assert marks == {
-        "llama3_1": "",
-        "llama3_2": "",
-        "smollm2": "<tool_call>",
-        **dict.fromkeys(["qwen2_5", "qwen2_5_training", "qwen3"], "<tool_call>"),
-        **dict.fromkeys(["qwen3_training", "smollm3"], "<tool_call>"),
+        **dict.fromkeys(["llama3_1", "llama3_2"], ""),
+        **dict.fromkeys(tool_call.split(), "<tool_call>"),
         **dict.fromkeys(["mistral_v0.3", "mistral_nemo"], "[TOOL_CALLS]"),
         **dict.fromkeys(["granite3_3", "phi4_mini"], "<|tool_call|>"),
     }
@@ -125,76 +117,40 @@ def test_dialects():
 
 # --- reading answers
 
+
+def objects_of(values):
+    return st.dictionaries(st.text(max_size=9), values, max_size=3)
+
+
 json_values = st.recursive(
     st.none()
     | st.booleans()
     | st.integers()
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(max_size=9),
-    lambda values: (
-        st.lists(values, max_size=3) | st.dictionaries(st.text(max_size=9), values, max_size=3)
-    ),
+    | st.text(max_size=9)
+    # NaN and infinities are no JSON.
+    | st.floats(allow_nan=False, allow_infinity=False),
+    lambda values: st.lists(values, max_size=3) | objects_of(values),
     max_leaves=6,
 )
 call_lists = st.lists(
-    st.tuples(
-        st.sampled_from(NAMES), st.dictionaries(st.text(max_size=9), json_values, max_size=3)
-    ),
-    min_size=1,
-    max_size=3,
+    st.tuples(st.sampled_from(NAMES), objects_of(json_values)), min_size=1, max_size=3
 )
-FRAGMENTS = [
-    *(
-        "<tool_call>",
-        "</tool_call>",
-        "<|tool_call|>",
-        "<|/tool_call|>",
-        "[TOOL_CALLS]",
-        "<|/tool",
-        "[TOOL",
-        "<tool",
-        "_call>",
-        "<",
-        "{",
-        "}",
-        "[",
-        "]",
-        "[]",
-        '"',
-        "\\",
-        "\\u12",
-        "\n",
-        "  ",
-        ",",
-    ),
-    *(
-        '{"name": "now", "arguments": {}}',
-        '{"name": "now", "parameters": {}}',
-        '{"name": "nothing", "arguments": {}}',
-        '{"name": "now", "arguments": "{}"}',
-        '{"name": "now", "arguments": "{"}',
-        "<think>",
-        "</think>",
-    ),
-    *(
-        '{"name": "now", "arguments": []}',
-        '{"name": "now"}',
-        '{"name": ["now"], "arguments": {}}',
-        "hello",
-        "é👩‍👩‍👧",
-        "NaN",
-    ),
-    *(
-        "-Infinity",
-        "1e999",
-        "-1.5e+",
-        "9" * 5000,
-        "tru",
-        "true",
-        '{"a": ',
-        '{"name": "now", "arguments": {"a": ',
-    ),
-]
+MARKS = """<tool_call> </tool_call> <|tool_call|> <|/tool_call|> [TOOL_CALLS] <|/tool [TOOL <tool
+_call> <think> </think> < { } [ ] [] " \\ \\u12 , hello é👩‍👩‍👧 NaN -Infinity 1e999 -1.5e+ tru
+true"""
+CALLS = """
+    "now", "arguments": {}}
+    "now", "parameters": {}}
+    "now", "arguments": "{}"}
+    "now", "arguments": "{"}
+    "now", "arguments": []}
+    "now", "arguments": {"a":
+    "now"}
+    "nothing", "arguments": {}}
+    ["now"], "arguments": {}}"""
+CALL_TEXTS = [f'{{"name": {line.strip()}' for line in CALLS.strip().splitlines()]
+FRAGMENTS = ["\n", "  ", '{"a": ', *CALL_TEXTS, *MARKS.split(), "9" * 5000]
+places = st.lists(st.integers(0, 999), max_size=9)
 hard_texts = st.lists(st.sampled_from(FRAGMENTS), max_size=8).map("".join)
 
 
@@ -204,29 +160,25 @@ def cut(text, places):
 
 
 @pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
-@given(
-    calls=call_lists,
-    places=st.lists(st.integers(0, 999), max_size=9),
-    before=st.sampled_from(["", "I look.\n "]),
-)
+@settings(max_examples=12)
+@given(calls=call_lists, places=places, before=st.sampled_from(["", "I look.\n "]))
 def test_calls_come_back(dialect, calls, places, before):
     if not dialect.between:
         calls, before = calls[:1], ""
     text = before + written(dialect, calls)
-    out, found, early = read(dialect, cut(text, places))
+    out, actual, early = read(dialect, cut(text, places))
     assert out == before.rstrip()
-    assert [*map(said, found)] == calls
-    assert [call["index"] for call in found] == list(range(len(calls)))
-    assert found == [
-        each for each in early if isinstance(each, dict)
-    ]  # no later than its last character
-    assert len({call["id"] for call in found}) == len(calls)
-    assert all(re.fullmatch("call_[0-9a-f]{24}", call["id"]) for call in found)
-    assert read(dialect, list(text))[:2] == (out, found)
+    assert [*map(said, actual)] == calls
+    assert [call["index"] for call in actual] == list(range(len(calls)))
+    # A call comes no later than its last character.
+    assert actual == [piece for piece in early if isinstance(piece, dict)]
+    assert len({call["id"] for call in actual}) == len(calls)
+    assert all(re.fullmatch("call_[0-9a-f]{24}", call["id"]) for call in actual)
+    assert read(dialect, list(text))[:2] == (out, actual)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
-@given(text=hard_texts, places=st.lists(st.integers(0, 999), max_size=9))
+@given(text=hard_texts, places=places)
 @example(text="<tool_call>" + "[" * 100_000, places=[])
 @example(text='<tool_call>[{"name": "now", "arguments": {}}', places=[])  # its end is missing
 @example(text='{"name": "now", "parameters": {}}  hello', places=[34])
@@ -248,76 +200,78 @@ def test_no_text_is_lost_and_pieces_do_not_matter(dialect, text, places):
         assert out == text
 
 
+IT = '{"name": "it", "arguments": {}}'
+
+
 @pytest.mark.parametrize(
     ("name", "text", "early"),
     [
-        ("smollm2", "Hello there", "Hello there"),
-        ("smollm2", "a < b", "a < b"),
-        ("smollm2", "a <tool", "a"),
-        ("smollm2", "a <tool_cat", "a <tool_cat"),
-        ("smollm2", "<tool_call>no", "<tool_call>no"),
-        ("smollm2", '<tool_call>[{"name": oh, my word', '<tool_call>[{"name": oh, my word'),
-        (
-            "smollm2",
-            '<tool_call>[{"name": "it", "arguments": {}}]',
-            '<tool_call>[{"name": "it", "arguments": {}}]',
+        *(
+            (name, text, text)
+            for name, text in (
+                ("smollm2", "Hello there"),
+                ("smollm2", "a < b"),
+                ("smollm2", "a <tool_cat"),
+                ("smollm2", "<tool_call>no"),
+                ("smollm2", '<tool_call>[{"name": oh, my word'),
+                ("smollm2", f"<tool_call>[{IT}]"),
+                ("mistral", "[TOOL_CALLS] no"),
+                ("llama", "Hello there"),
+                ("llama", IT.replace("arguments", "parameters")),
+                ("llama", 'So: {"name"'),
+            )
         ),
+        ("smollm2", "a <tool", "a"),
         ("smollm2", '<tool_call>[{"name": "now", "arg', ""),
         ("mistral", "a [TOOL_CAL", "a"),
-        ("mistral", "[TOOL_CALLS] no", "[TOOL_CALLS] no"),
         ("granite", '<|tool_call|>[{"name": "now", "arg', ""),
-        ("llama", "Hello there", "Hello there"),
-        ("llama", '{"name": "it", "parameters": {}}', '{"name": "it", "parameters": {}}'),
-        ("llama", 'So: {"name"', 'So: {"name"'),
         ("llama", '{"name"', ""),
     ],
 )
 def test_text_waits_no_longer_than_it_must(name, text, early):
-    out, calls, found = read(DIALECTS[name], [text])
-    assert ("".join(found), out, calls) == (early, text, [])
+    out, calls, pieces = read(DIALECTS[name], [text])
+    assert ("".join(pieces), out, calls) == (early, text, [])
+
+
+def assert_reads(dialect, cases):
+    """Compare texts, whole and by letters, with what comes out and the number of calls."""
+    for text, out, num_calls in cases:
+        for pieces in ([text], [*text]):
+            actual, calls, _ = read(dialect, pieces)
+            assert (actual, len(calls)) == (out, num_calls)
 
 
 @pytest.mark.parametrize("name", [name for name in DIALECTS if name != "llama"])
 def test_calls_in_thoughts_are_drafts(name):
     call = written(DIALECTS[name], [("now", {})])
     draft = f"<think>\nPerhaps {call}?\n</think>"
-    for text, out, count in (
-        (f"{draft}\n\n{call}", draft, 1),
-        (f"I look.{call}{draft} Done.", f"I look.{draft} Done.", 1),
-        (draft, draft, 0),
-        (f"<think>{call}", f"<think>{call}", 0),
-        (f"<thinks>{call}", "<thinks>", 1),
-    ):
-        for pieces in ([text], [*text]):
-            found, calls, _ = read(DIALECTS[name], pieces)
-            assert (found, len(calls)) == (out, count)
+    assert_reads(
+        DIALECTS[name],
+        [
+            (f"{draft}\n\n{call}", draft, 1),
+            (f"I look.{call}{draft} Done.", f"I look.{draft} Done.", 1),
+            (draft, draft, 0),
+            (f"<think>{call}", f"<think>{call}", 0),
+            (f"<thinks>{call}", "<thinks>", 1),
+        ],
+    )
 
 
-@pytest.mark.parametrize("name", DIALECTS)
-def test_thoughts_that_the_prompt_begins(name):
-    dialect = DIALECTS[name]._replace(thinks=True)
+@pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
+def test_thoughts_that_the_prompt_begins(dialect):
     call = written(dialect, [("now", {})])
-    for text, out, count in (
-        (f"{call}</think>\n{call}", f"{call}</think>", 1),
-        (f" {call}", f" {call}", 0),
-    ):
-        for pieces in ([text], [*text]):
-            found, calls, _ = read(dialect, pieces)
-            assert (found, len(calls)) == (out, count)
+    cases = [(f"{call}</think>\n{call}", f"{call}</think>", 1), (f" {call}", f" {call}", 0)]
+    assert_reads(dialect._replace(thinks=True), cases)
 
 
-@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
 @pytest.mark.parametrize("key", ["arguments", "parameters"])
-def test_arguments_under_either_key_and_as_json_in_a_text(name, key):
-    dialect = DIALECTS[name]
+def test_arguments_under_either_key_and_as_json_in_a_text(dialect, key):
     for arguments, expected in (
         ({"city": "Rome"}, {"city": "Rome"}),
         ('{"city": "Ro\\"me"}', {"city": 'Ro"me'}),
         ("", {}),
-        ('{"city": "Rome', None),
-        ("[1]", None),
-        ('"{}"', None),
-        (7, None),
+        *((wrong, None) for wrong in ('{"city": "Rome', "[1]", '"{}"', 7)),
     ):
         call = json.dumps({"name": "weather", key: arguments})
         text = f"{dialect.before}{call}{dialect.after}"
@@ -331,14 +285,10 @@ def test_arguments_under_either_key_and_as_json_in_a_text(name, key):
 
 
 def test_one_call_where_no_more_are_wanted():
-    two = [("now", {}), ("weather", {"city": "Rome"})]
-    assert [
-        said(call)[0] for call in read(SMOLLM2, [written(SMOLLM2, two)], parallel=False)[1]
-    ] == ["now"]
-    assert [said(call)[0] for call in read(SMOLLM2, [written(SMOLLM2, two)])[1]] == [
-        "now",
-        "weather",
-    ]
+    text = written(SMOLLM2, [("now", {}), ("weather", {"city": "Rome"})])
+    for parallel, names in ((True, ["now", "weather"]), (False, ["now"])):
+        _, calls, _ = read(SMOLLM2, [text], parallel=parallel)
+        assert [said(call)[0] for call in calls] == names
     text = '{"name": "now", "parameters": {}}'
     assert read(LLAMA, [f"{text}; {text}"])[0] == f"; {text}"
 
@@ -382,70 +332,58 @@ def accepts(tokenizer, grammar, text):
 
 @pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
 def test_a_grammar_accepts_valid_calls_and_nothing_else(bytes_only, dialect):
-    right = [
-        ("weather", {"city": 'Rome "<tool_call>" é', "days": 3}),
-        ("weather", {"city": ""}),
-        ("now", {}),
-    ]
-    wrong = [
+    weather, now = (("weather", {"city": 'Rome "<tool_call>" é', "days": 3}), ("now", {}))
+    required = call_grammar(TOOLS, "required", dialect)
+    named = call_grammar(TOOLS, NOW, dialect)
+    one = call_grammar(TOOLS, "required", dialect, parallel=False)
+
+    def accepts_calls(grammar, *calls):
+        return accepts(bytes_only, grammar, written(dialect, calls))
+
+    for call in (weather, ("weather", {"city": ""}), now):
+        assert accepts_calls(required, call)
+        assert accepts_calls(named, call) is (call == now)
+    for call in (
         ("weather", {}),
         ("weather", {"city": 1}),
         ("weather", {"city": "", "days": 10}),
+        ("weather", {"city": "", "more": 1}),
         ("nothing", {}),
-    ]
-    wrong += [("weather", {"city": "", "more": 1}), ("now", {"a": 1}), ("now", [])]
-    named, required = (
-        {"type": "function", "function": {"name": "now"}},
-        call_grammar(TOOLS, "required", dialect),
-    )
-    for call in right:
-        assert accepts(bytes_only, required, written(dialect, [call]))
-        assert accepts(
-            bytes_only, call_grammar(TOOLS, named, dialect), written(dialect, [call])
-        ) is (call[0] == "now")
-    for call in wrong:
-        assert not accepts(bytes_only, required, written(dialect, [call]))
-    assert not accepts(bytes_only, required, "")
-    assert not accepts(bytes_only, required, "hello")
-    assert not accepts(bytes_only, required, written(dialect, right[:1]) + " ")
-    assert accepts(bytes_only, required, written(dialect, right)) is bool(dialect.between)
-    assert [
-        accepts(bytes_only, required, written(dialect, right[-1:] * count)) for count in (8, 9)
-    ] == [
-        bool(dialect.between),
-        False,
-    ]
-    assert not accepts(
-        bytes_only,
-        call_grammar(TOOLS, "required", dialect, parallel=False),
-        written(dialect, right),
-    )
+        ("now", {"a": 1}),
+        ("now", []),
+    ):
+        assert not accepts_calls(required, call)
+    for text in ("", "hello", written(dialect, [weather]) + " "):
+        assert not accepts(bytes_only, required, text)
+    has_several = bool(dialect.between)
+    assert accepts_calls(required, weather, now) is has_several
+    assert accepts_calls(required, *[now] * 8) is has_several
+    assert not accepts_calls(required, *[now] * 9)
+    assert not accepts_calls(one, weather, now)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
 def test_strict_tools_and_a_free_choice(bytes_only, dialect):
-    assert [call_grammar(TOOLS, choice, dialect) for choice in (None, "auto", "none")] == [None] * 3
     strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+    assert [call_grammar(TOOLS, choice, dialect) for choice in (None, "auto", "none")] == [None] * 3
     assert call_grammar(strict, "none", dialect) is None
+    right, wrong, other = (
+        written(dialect, [call])
+        for call in (("weather", {"city": "Rome"}), ("weather", {"city": 1}), ("now", {}))
+    )
     for choice in (None, "auto"):
         free = call_grammar(strict, choice, dialect)
-        for text in (
-            "",
-            "hello {\n world",
-            "a < b [TOOL",
-            written(dialect, [("weather", {"city": "Rome"})]),
-        ):
+        for text in ("", "hello {\n world", "a < b [TOOL", right):
             assert accepts(bytes_only, free, text)
-        assert not accepts(bytes_only, free, written(dialect, [("weather", {"city": 1})]))
-        assert not accepts(bytes_only, free, written(dialect, [("now", {})]))
+        for text in (wrong, other):
+            assert not accepts(bytes_only, free, text)
 
 
+@settings(max_examples=12)
 @given(call_lists)
 def test_what_a_grammar_accepts_is_read_as_calls(bytes_only, calls):
     schema = {"type": "object", "additionalProperties": True}
-    tools = [
-        {"type": "function", "function": {"name": name, "parameters": schema}} for name in NAMES
-    ]
+    tools = [function(name=name, parameters=schema) for name in NAMES]
     # llguidance takes the control character DEL in a string only if it is escaped.
     text = written(SMOLLM2, calls).replace("\x7f", "\\u007f")
     assert accepts(bytes_only, call_grammar(tools, "required", SMOLLM2), text)
@@ -475,16 +413,19 @@ def test_a_mark_that_is_a_special_token_is_forced_and_seen(name):
     assert [*map(said, pieces)] == [("now", {})]
 
 
-def test_a_schema_that_cannot_be_served_is_refused():
-    for schema in (
+@pytest.mark.parametrize(
+    "schema",
+    [
         {"properties": {"a": {"type": "string", "pattern": "(?=a)b"}}},
         {"not": {}},
         {"type": "object", "$ref": "#/$defs/a"},
-    ):
-        tools = [{"type": "function", "function": {"name": "now", "parameters": schema}}]
-        check_tools(tools)
-        with pytest.raises(UsageError, match=r"the grammar .* cannot be compiled"):
-            Matcher(call_grammar(tools, "required", SMOLLM2), BytesTokenizer(), (1,))
+    ],
+)
+def test_a_schema_that_cannot_be_served_is_refused(schema):
+    tools = [function(parameters=schema)]
+    check_tools(tools)
+    with pytest.raises(UsageError, match=r"the grammar .* cannot be compiled"):
+        Matcher(call_grammar(tools, "required", SMOLLM2), BytesTokenizer(), (1,))
 
 
 # --- templates
@@ -502,18 +443,8 @@ CALL = {
 }
 CONVERSATION = [
     {"role": "developer", "content": "Be brief."},
-    {
-        "role": "user",
-        "content": [{"type": "text", "text": "The weather"}, {"type": "text", "text": "in Rome?"}],
-    },
-    {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [CALL],
-        "refusal": None,
-        "annotations": [],
-        "audio": None,
-    },
+    {"role": "user", "content": [{"type": "text", "text": text} for text in ("In", "Rome?")]},
+    ANSWER | {"tool_calls": [CALL], "refusal": None, "annotations": [], "audio": None},
     {"role": "tool", "tool_call_id": "call_1", "content": '{"sun": true}'},
     {"role": "assistant", "content": "It shines.", "tool_calls": None},
     {"role": "user", "content": "Thanks", "name": "Ann"},
@@ -521,49 +452,47 @@ CONVERSATION = [
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@pytest.mark.parametrize("tools", [None, TOOLS], ids=["without tools", "with tools"])
 @pytest.mark.parametrize(
-    "more", [{}, {"date_string": "1 May 2030", "tools_in_user_message": False}]
+    ("tools", "more"),
+    [
+        (None, {}),
+        (TOOLS, {}),
+        (TOOLS, {"date_string": "1 May 2030", "tools_in_user_message": False}),
+    ],
 )
 def test_templates_are_shown_what_transformers_shows_them(name, tools, more):
-    tokenizer, template, messages = (
-        TOKENIZERS[name],
-        find_dialect(STOCK[name]).template,
-        openai_messages(CONVERSATION),
-    )
+    tokenizer = TOKENIZERS[name]
+    template = find_dialect(STOCK[name]).template
+    messages = openai_messages(CONVERSATION)
     texts = {id: text for text, id in tokenizer.special_tokens.items()}
-    tokens = {"bos_token": texts[tokenizer.bos_id], "eos_token": texts[tokenizer.eos_id]}
-    options = {
-        "chat_template": template,
-        "tools": tools,
-        "add_generation_prompt": True,
-        **tokens,
+    (expected,), _ = render_jinja_template(
+        [messages],
+        chat_template=template,
+        tools=tools,
+        add_generation_prompt=True,
+        bos_token=texts[tokenizer.bos_id],
+        eos_token=texts[tokenizer.eos_id],
         **more,
-    }
-    (expected,), _ = render_jinja_template([messages], **options)
-    assert (
-        render(template, **template_variables(tokenizer, messages, True, tools, more)) == expected
     )
+    variables = template_variables(tokenizer, messages, True, tools, more)
+    assert render(template, **variables) == expected
     shown = '"name":"weather","description":"Theweather."' in re.sub(r"\s", "", expected)
     assert shown is bool(tools)
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
-@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be é."}]])
-@pytest.mark.parametrize("prompt", [True, False])
-def test_smollm2_without_tools_is_its_own_template(count, system, prompt):
-    turns = [
-        {"role": ("user", "assistant", "tool")[i % 3], "content": f"turn {i}\n "}
-        for i in range(count)
-    ]
-    variables = {"messages": system + turns, "add_generation_prompt": prompt, "tools": None}
-    assert render(SMOLLM2.template, **variables) == render(STOCK["smollm2"], **variables)
 
 
 CALLERS = dict.fromkeys(("qwen2_5", "qwen3", "smollm3", "granite3_3", "phi4_mini"), "smollm2")
 CALLERS |= {name: name for name in TOKENIZERS}
 CALLERS |= dict.fromkeys(["mistral_v0.3", "mistral_nemo"], "smollm2")
 """The templates that are shown calls, and a tokenizer for each."""
+
+
+def rendered_calls(name, calls):
+    """The prompt behind an answer of calls, whose results are there."""
+    results = ({"role": "tool", "content": "22", "tool_call_id": call["id"]} for call in calls)
+    messages = [{"role": "user", "content": "?"}, ANSWER | {"tool_calls": calls}, *results]
+    tokenizer = TOKENIZERS[CALLERS[name]]
+    variables = template_variables(tokenizer, openai_messages(messages), True, TOOLS)
+    return render(find_dialect(STOCK[name]).template, **variables)
 
 
 @pytest.mark.parametrize("name", CALLERS)
@@ -574,19 +503,11 @@ def test_calls_in_a_template_are_as_models_write_them(name):
     calls = [("weather", {"city": "Rome", "days": 2}), ("now", {})][: 2 if its.between else 1]
     text = written(its, calls)
     given_back = read(its, [text])[1]
-    ids = [call["id"] for call in given_back]
-    messages = [
-        {"role": "user", "content": "?"},
-        {"role": "assistant", "content": None, "tool_calls": given_back},
-        *({"role": "tool", "content": "22", "tool_call_id": id} for id in ids),
-    ]
-    variables = template_variables(
-        TOKENIZERS[CALLERS[name]], openai_messages(messages), True, TOOLS
-    )
-    actual = render(its.template, **variables)
+    actual = rendered_calls(name, given_back)
     if name.startswith("mistral"):
-        assert [id[-9:] for id in ids] == re.findall(r'"id": "([a-z0-9]{9})"', actual)
-        assert [id[-9:] for id in ids] == re.findall(r'"call_id": "([a-z0-9]{9})"', actual)
+        ids = [call["id"][-9:] for call in given_back]
+        assert ids == re.findall(r'"id": "([a-z0-9]{9})"', actual)
+        assert ids == re.findall(r'"call_id": "([a-z0-9]{9})"', actual)
         actual = re.sub(r', "id": "[a-z0-9]{9}"', "", actual)
     assert text in actual
     assert read(its, [actual[actual.index(text) :][: len(text)]])[1] == given_back
@@ -594,97 +515,96 @@ def test_calls_in_a_template_are_as_models_write_them(name):
 
 @pytest.mark.parametrize("id", ["a", "call_1-2", "abcdefghi", "toolu_01A09q90qw90lq917835lq9"])
 def test_mistrals_templates_are_given_ids_of_nine_letters(id):
-    dialect = find_dialect(STOCK["mistral_v0.3"])
-    messages = [
-        {"role": "user", "content": "?"},
-        {"role": "assistant", "content": None, "tool_calls": [CALL | {"id": id}]},
-        {"role": "tool", "content": "22", "tool_call_id": id},
-    ]
-    tokenizer = TOKENIZERS["smollm2"]
-    variables = template_variables(tokenizer, openai_messages(messages), True, TOOLS)
-    text = render(dialect.template, **variables)
+    text = rendered_calls("mistral_v0.3", [CALL | {"id": id}])
     (first,) = re.findall(r'"id": "([A-Za-z0-9]{9})"', text)
     assert re.findall(r'"call_id": "([A-Za-z0-9]{9})"', text) == [first]
     assert first == id or id != "abcdefghi"
 
 
-@pytest.mark.parametrize("name", [name for name in CALLERS if name not in TOKENIZERS])
-def test_templates_without_calls_are_the_models_own(name):
-    messages = [{"role": "system", "content": "Be é."}, {"role": "user", "content": "?"}]
-    variables = template_variables(TOKENIZERS[CALLERS[name]], messages, True)
-    assert render(find_dialect(STOCK[name]).template, **variables) == render(
-        STOCK[name], **variables
-    )
+@pytest.mark.parametrize("prompt", [True, False])
+@pytest.mark.parametrize("name", [name for name in CALLERS if "llama" not in name])
+def test_templates_without_calls_are_the_models_own(name, prompt):
+    roles = ("user", "assistant", "tool", "user", "assistant")[: 5 if name == "smollm2" else 1]
+    turns = [{"role": role, "content": f"turn {role}\n "} for role in roles]
+    for system in ([], [{"role": "system", "content": "Be é."}]):
+        for count in range(1, len(turns) + 1):
+            tokenizer = TOKENIZERS[CALLERS[name]]
+            variables = template_variables(tokenizer, system + turns[:count], prompt)
+            texts = [
+                render(text, **variables)
+                for text in (find_dialect(STOCK[name]).template, STOCK[name])
+            ]
+            assert texts[0] == texts[1]
 
 
 # --- bad input
 
 
-def function(**fields):
-    return [{"type": "function", "function": {"name": "now", **fields}}]
-
-
 @pytest.mark.parametrize(
-    ("tools", "choice", "said"),
+    ("tools", "said"),
     [
-        ([], None, "tools must be a list of 1 to 128 functions"),
-        ({}, None, "tools must be a list of 1 to 128 functions"),
-        (TOOLS * 65, None, "tools must be a list of 1 to 128 functions"),
-        (["now"], None, 'tool 0 must be {"type": "function"'),
-        ([{"type": "web_search"}], None, 'tool 0 must be {"type": "function"'),
-        ([{"type": "function", "function": "now"}], None, 'tool 0 must be {"type": "function"'),
-        ([*TOOLS, *function()], None, "tool 1 must be .* with a name of its own"),
-        (
-            function(name="a b"),
-            None,
-            "a name of its own, 1 to 64 letters, digits, underscores and hyphens",
+        *((tools, "tools must be a list of 1 to 128 functions") for tools in ([], {}, TOOLS * 65)),
+        *(
+            ([tool], 'tool 0 must be {"type": "function"')
+            for tool in ("now", {"type": "web_search"}, {"type": "function", "function": "now"})
         ),
-        (function(name="a" * 65), None, "a name of its own"),
-        (function(name=7), None, "a name of its own"),
-        (function(name="now\n"), None, "a name of its own"),
+        ([*TOOLS, function()], "tool 1 must be .* with a name of its own"),
+        *(
+            (
+                [function(name=name)],
+                "a name of its own, 1 to 64 letters, digits, underscores and hyphens",
+            )
+            for name in ("a b", "a" * 65, 7, "now\n")
+        ),
         (
-            function(description=7),
-            None,
+            [function(description=7)],
             "the tool now has a wrong 'description': its fields are name, description, s",
         ),
-        (function(strict="yes"), None, "the tool now has a wrong 'strict'"),
-        (function(parameters=[]), None, "the tool now has a wrong 'parameters'"),
-        (function(more=1), None, "the tool now has a wrong 'more'"),
+        ([function(strict="yes")], "the tool now has a wrong 'strict'"),
+        ([function(parameters=[])], "the tool now has a wrong 'parameters'"),
+        ([function(more=1)], "the tool now has a wrong 'more'"),
         (
-            function(parameters={"type": "string"}),
-            None,
+            [function(parameters={"type": "string"})],
             "a wrong 'parameters': .*, the schema of an object",
         ),
-        (TOOLS, "sometimes", 'tool_choice must be "auto", "none", "required" or'),
-        (
-            TOOLS,
-            {"type": "function", "function": {"name": "nothing"}},
-            "with the name of one of the tools",
-        ),
-        (
-            TOOLS,
-            {"type": "function", "function": {"name": ["now"]}},
-            "with the name of one of the tools",
-        ),
-        (TOOLS, {"type": "allowed_tools", "allowed_tools": {}}, "tool_choice must be"),
-        (TOOLS, ["auto"], "tool_choice must be"),
     ],
 )
-def test_tools_that_are_none(tools, choice, said):
+def test_tools_that_are_none(tools, said):
     with pytest.raises(UsageError, match=said):
-        check_tools(tools, choice)
+        check_tools(tools)
 
 
 @pytest.mark.parametrize(
-    "choice", [None, "auto", "none", "required", {"type": "function", "function": {"name": "now"}}]
+    "choice",
+    [
+        "sometimes",
+        {"type": "function", "function": {"name": "nothing"}},
+        {"type": "function", "function": {"name": ["now"]}},
+        {"type": "allowed_tools", "allowed_tools": {}},
+        ["auto"],
+    ],
 )
-def test_tools_that_are_right(choice):
-    check_tools(TOOLS, choice)
-    check_tools(function(description=None, parameters=None, strict=None), choice)
-    check_tools(function(parameters={}, strict=True), choice)
+def test_choices_that_are_none(choice):
+    said = 'tool_choice must be "auto", "none", "required" or .* the name of one of the tools'
+    with pytest.raises(UsageError, match=said):
+        check_tools(TOOLS, choice)
 
 
-ANSWER = {"role": "assistant", "content": None}
+def test_tools_that_are_right():
+    for choice in (None, "auto", "none", "required", NOW):
+        check_tools(TOOLS, choice)
+        check_tools([function(description=None, parameters=None, strict=None)], choice)
+        check_tools([function(parameters={}, strict=True)], choice)
+
+
+BOTH = "it must have just 'role' and 'content'"
+NO_TEXT = "message 0 has a part that is not text"
+NO_CALLS = "message 0 has tool_calls that are none: each must have an id"
+RESULT = {"role": "tool", "content": "1"}
+
+
+def saying(content, **fields):
+    return [{"role": "user", "content": content} | fields]
 
 
 @pytest.mark.parametrize(
@@ -692,52 +612,24 @@ ANSWER = {"role": "assistant", "content": None}
     [
         ([], "there are no messages"),
         (["hello"], "message 0 is of type str; it must have a role and a content"),
-        (
-            [{"role": "user", "content": None}],
-            "message 0 has 'role'; it must have just 'role' and 'content'",
+        (saying(None), f"message 0 has 'role'; {BOTH}"),
+        ([{"role": "assistant"}], BOTH),
+        (saying(7), "message 0 has a content of type int, not text"),
+        (saying([{"type": "image_url", "image_url": {}}]), NO_TEXT),
+        (saying([{"type": "text"}]), NO_TEXT),
+        (saying(["text"]), NO_TEXT),
+        (saying("a", role=["user"]), "has the role"),
+        (saying("a", mood="sad"), BOTH),
+        (saying("a", name=7), "message 0 has 'role', 'content', 'name'; it must"),
+        (saying("a", tool_calls=[CALL]), BOTH),
+        ([ANSWER | {"audio": {"id": "a"}}], f"message 0 has 'role', 'audio', 'content'; {BOTH}"),
+        *(
+            ([ANSWER | {"tool_calls": calls}], NO_CALLS)
+            for calls in ("now", 7, [CALL | {"id": 7}], [{"id": "a", "type": "function"}])
         ),
-        ([{"role": "user", "content": 7}], "message 0 has a content of type int, not text"),
-        (
-            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
-            "message 0 has a part that is not text",
-        ),
-        (
-            [{"role": "user", "content": [{"type": "text"}]}],
-            "message 0 has a part that is not text",
-        ),
-        ([{"role": "user", "content": ["text"]}], "message 0 has a part that is not text"),
-        ([{"role": ["user"], "content": "a"}], "has the role"),
-        (
-            [{"role": "user", "content": "a", "mood": "sad"}],
-            "it must have just 'role' and 'content'",
-        ),
-        (
-            [{**ANSWER, "audio": {"id": "a"}}],
-            "message 0 has 'role', 'audio', 'content'; it must have just",
-        ),
-        (
-            [{**ANSWER, "tool_calls": "now"}],
-            "message 0 has tool_calls that are none: each must have an id",
-        ),
-        (
-            [{**ANSWER, "tool_calls": 7}],
-            "message 0 has tool_calls that are none: each must have an id",
-        ),
-        ([{**ANSWER, "tool_calls": [{**CALL, "id": 7}]}], "message 0 has tool_calls that are none"),
-        (
-            [{**ANSWER, "tool_calls": [{"id": "a", "type": "function"}]}],
-            "message 0 has tool_calls that are none",
-        ),
-        ([{"role": "tool", "content": "1", "tool_call_id": "call_1"}], "message 0 answers no call"),
-        ([*CONVERSATION[:3], {"role": "tool", "content": "1"}], "message 3 answers no call"),
-        (
-            [*CONVERSATION[:3], {"role": "tool", "content": "1", "tool_call_id": []}],
-            "message 3 answers no call",
-        ),
-        (
-            [{"role": "user", "content": "a", "tool_calls": [CALL]}],
-            "it must have just 'role' and 'content'",
-        ),
+        ([RESULT | {"tool_call_id": "call_1"}], "message 0 answers no call"),
+        ([*CONVERSATION[:3], RESULT], "message 3 answers no call"),
+        ([*CONVERSATION[:3], RESULT | {"tool_call_id": []}], "message 3 answers no call"),
     ],
 )
 def test_messages_of_openai_that_are_none(messages, said):
@@ -745,27 +637,26 @@ def test_messages_of_openai_that_are_none(messages, said):
         openai_messages(messages)
 
 
+def test_null_of_an_assistant_is_an_empty_text():
+    """As clients give an answer back that had no text; in a file it stays what it is."""
+    messages = [*saying("a"), ANSWER]
+    assert openai_messages(messages)[1] == {"role": "assistant", "content": ""}
+    with pytest.raises(UsageError, match=BOTH):
+        openai_messages(messages, is_request=False)
+
+
 @pytest.mark.parametrize(
     "arguments", ["", "{}", "[]", "{", "7", "null", {}, None, "[" * 100_000, "9" * 5000]
 )
 def test_arguments_are_an_object_as_json(arguments):
-    called = {
-        **ANSWER,
-        "tool_calls": [{**CALL, "function": {"name": "now", "arguments": arguments}}],
-    }
+    call = CALL | {"function": {"name": "now", "arguments": arguments}}
+    messages = [ANSWER | {"tool_calls": [call]}]
     if arguments in ("", "{}"):
-        assert openai_messages([called])[0]["tool_calls"][0]["function"] == {
-            "name": "now",
-            "arguments": {},
-        }
+        (answer,) = openai_messages(messages)
+        assert answer["tool_calls"][0]["function"] == {"name": "now", "arguments": {}}
     else:
         with pytest.raises(UsageError, match="arguments, an object as JSON"):
-            openai_messages([called])
-
-
-def test_a_name_that_is_no_text_is_refused():
-    with pytest.raises(UsageError, match="message 0 has 'role', 'content', 'name'; it must"):
-        openai_messages([{"role": "user", "content": "a", "name": 7}])
+            openai_messages(messages)
 
 
 @pytest.mark.parametrize(
@@ -779,31 +670,31 @@ def test_a_template_is_given_nothing_twice(name):
 
 
 @pytest.mark.real_weights
-def test_smollm2_calls_what_it_must():
+@pytest.mark.parametrize(
+    ("choice", "parallel"), [("required", True), ("required", False), (NOW, True)]
+)
+def test_smollm2_calls_what_it_must(choice, parallel):
     """SmolLM2 would rather talk.
 
     Where a call is required, one comes, with the arguments that the question gives.
     """
     model = jllama.load(real_file("SmolLM2-135M-Instruct.Q4_1.gguf"))
     assert find_dialect(model.chat_template) == SMOLLM2
-    tokenizer, ends = model.text_tokenizer, end_of_turn_ids(model.text_tokenizer, model.stop_ids)
-
-    def answer(question, choice, parallel):
-        messages = openai_messages([{"role": "user", "content": question}])
-        text = render(SMOLLM2.template, **template_variables(tokenizer, messages, True, TOOLS))
-        wanted = call_grammar(TOOLS, choice, SMOLLM2, parallel)
-        ids = tokenizer.encode_with_special_tokens(text)
-        return jllama.generate(
-            model, ids, max_new_tokens=99, temperature=0, stop_ids=ends, grammar=wanted
-        )[0]
-
-    now = {"type": "function", "function": {"name": "now"}}
-    for choice, parallel in (("required", True), ("required", False), (now, True)):
-        completion = answer("What is the weather in Paris for the next 3 days?", choice, parallel)
-        text, calls, _ = read(SMOLLM2, [completion.text])
-        assert (text, completion.finish_reason) == ("", "stop_id")
-        if choice == now:
-            assert [*map(said, calls)] == [("now", {})]
-        else:
-            assert said(calls[0])[0] == "weather"
-            assert said(calls[0])[1]["city"] == "Paris"
+    tokenizer = model.text_tokenizer
+    messages = openai_messages(saying("What is the weather in Paris for the next 3 days?"))
+    text = render(SMOLLM2.template, **template_variables(tokenizer, messages, True, TOOLS))
+    (completion,) = jllama.generate(
+        model,
+        tokenizer.encode_with_special_tokens(text),
+        max_new_tokens=99,
+        temperature=0,
+        stop_ids=end_of_turn_ids(tokenizer, model.stop_ids),
+        grammar=call_grammar(TOOLS, choice, SMOLLM2, parallel),
+    )
+    text, calls, _ = read(SMOLLM2, [completion.text])
+    assert (text, completion.finish_reason) == ("", "stop_id")
+    if choice == NOW:
+        assert [*map(said, calls)] == [("now", {})]
+    else:
+        assert said(calls[0])[0] == "weather"
+        assert said(calls[0])[1]["city"] == "Paris"
