@@ -1,12 +1,13 @@
 """What several tests share."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -16,11 +17,14 @@ import numpy as np
 import pytest
 import tokenizers
 
+from jllama import report
 from jllama.commands import cli
 from jllama.tokenizers import HuggingFaceTokenizer, TiktokenTokenizer
 from jllama.tokenizers.base import BYTE_CHARS, TokenType, Vocabulary
 from jllama.tokenizers.huggingface import PRE_TOKENIZERS
 from jllama.tokenizers.tiktoken import write_ranks
+from jllama.training import opening, tracker
+from jllama.training.config import TrainConfig
 from jllama.verify.checks import relative_error
 
 FLAGS = os.environ.get("XLA_FLAGS", "")  # none where a test compiles as users do
@@ -50,6 +54,45 @@ def run_command(*words: object, place: str | os.PathLike = ".") -> Done:
     ):
         code = cli.main([str(word) for word in words])
     return Done(code, out.getvalue(), err.getvalue())
+
+
+@contextlib.contextmanager
+def shared_programs() -> Iterator[None]:
+    """Runs whose configurations ask for the same programs take them from the first such run.
+
+    ``compile_training`` reads five parts of a configuration; when a run pauses is in no program.
+    """
+    compiled = {}
+    compile_training = opening.compile_training
+    pauses = "eval_every save_every log_every keep_last sample_tokens patience max_skipped"
+    equal = dict.fromkeys(pauses.split(), 1)
+
+    def compile_once(config: TrainConfig, mesh: Any = None, **options: Any) -> Any:
+        loop = dataclasses.replace(config.training, sample_prompt="", **equal)
+        lora = dataclasses.replace(config.lora, init_from="")  # its rank is filled in by now
+        parts = (config.model, config.optimizer, config.mesh, lora, loop)
+        key = repr((parts, mesh, options))
+        if key not in compiled:
+            compiled[key] = compile_training(config, mesh, **options)
+        return compiled[key]
+
+    with mock.patch.object(opening, "compile_training", compile_once):
+        yield
+
+
+@contextlib.contextmanager
+def quick_runs() -> Iterator[None]:
+    """Runs share programs, and their pages have no charts.
+
+    Tracing a step again is most of the time of so short a run, charts a quarter of the rest.
+    """
+
+    def write_page(folders: Any, target: Any) -> None:
+        with mock.patch.object(report, "_chart", lambda runs, key, title: title):
+            report.write_report(folders, target)
+
+    with shared_programs(), mock.patch.object(tracker, "write_report", write_page):
+        yield
 
 
 def slow_but(quick: Sequence[Any], cases: Iterable[Any]) -> list[Any]:

@@ -19,8 +19,8 @@ from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
+from helpers import shared_programs
 from models import SERVED, random_params
-from tuning import shared_programs
 
 import jllama
 from jllama import GrpoConfig, LoopConfig, OptimizerConfig, SamplingParams, TrainConfig

@@ -3,6 +3,7 @@ V.
 """
 
 import dataclasses
+import functools
 import io
 import math
 
@@ -68,7 +69,9 @@ def by_path(tree):
 @given(config=configs)
 def test_the_table_is_the_model(config):
     table = parameter_table(config)
-    leaves = by_path(abstract_params(config))
+    drawn = jax.eval_shape(functools.partial(initial_params, config=config), jax.random.key(0))
+    assert abstract_params(config) == drawn
+    leaves = by_path(drawn)
     assert {path: leaf.shape for path, leaf in leaves.items()} == {
         path: shape_of(row, config) for path, row in table.items()
     }

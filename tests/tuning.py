@@ -17,7 +17,6 @@ from jllama import oracle
 from jllama.config import LoraConfig
 from jllama.data.batches import Batch, Sampled
 from jllama.sharding import MeshConfig, make_mesh
-from jllama.training import opening
 from jllama.training.config import LoopConfig, OptimizerConfig, TrainConfig
 from jllama.training.step import compile_training
 from jllama.verify.checks import random_params, relative_error
@@ -43,22 +42,6 @@ def family(name):
     model = {"CONFIG": FAMILIES[name], "WEIGHTS": family_weights(name)}
     fresh = {made: functools.cache(globals()[made].__wrapped__) for made in CACHED}
     with mock.patch.multiple("tuning", **model, **fresh):
-        yield
-
-
-@contextlib.contextmanager
-def shared_programs():
-    """Runs whose configurations ask for the same programs take them from the first such run."""
-    compile_training, trainings = opening.compile_training, {}
-
-    def compile_once(config, mesh=None, **options):
-        read = config.model, config.optimizer, config.mesh, config.lora, config.training
-        key = repr((read, config.init_from, mesh, options))
-        if key not in trainings:
-            trainings[key] = compile_training(config, mesh, **options)
-        return trainings[key]
-
-    with mock.patch.object(opening, "compile_training", compile_once):
         yield
 
 

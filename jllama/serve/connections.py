@@ -1,6 +1,7 @@
 """Connections of clients: how many there may be, and how long one may take to send a request."""
 
 import re
+import time
 from typing import Any
 
 import h11
@@ -25,7 +26,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: Any) -> None:  # uvloop's transports are not asyncio's
         """Make room if there are too many connections, and begin to watch this one."""
         super().connection_made(transport)
-        self.opened_s = self.loop.time()
+        self.opened_s = time.monotonic()  # uvloop's own is of an iteration
         self.loop.call_later(self.timeout_keep_alive, self.close_if_idle)
         others: set[Any] = self.connections - {self}
         idle = [connection for connection in others if connection.is_idle()]

@@ -3,7 +3,6 @@ others.
 """
 
 import contextlib
-import dataclasses
 import fcntl
 import json
 import os
@@ -13,17 +12,15 @@ import subprocess
 import sys
 import types
 from pathlib import Path
-from unittest import mock
 
+import helpers
 import orbax.checkpoint as ocp
 import pytest
 import yaml
 from helpers import assert_same_bits
 
 import jllama
-from jllama import report
 from jllama.commands import cli
-from jllama.training import opening, tracker
 
 ROOT = Path(__file__).parents[2]
 STEPS = 20  # three epochs and a bit: an epoch ends within steps 7, 13 and 19
@@ -47,32 +44,8 @@ def write_corpus(path: Path, lines: int = 30) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_runs():
-    """Runs in this process whose programs are equal share them within a module, and draw no charts.
-
-    ``compile_training`` reads five parts of a configuration, and of the loop's options not when to
-    pause. The page of ``small_run`` has charts.
-    """
-    compiled = {}
-    original = opening.compile_training
-    names = "eval_every save_every log_every keep_last sample_tokens patience max_skipped"
-    pauses = dict.fromkeys(names.split(), 1)
-
-    def compile_once(config, **options):
-        loop = dataclasses.replace(config.training, sample_prompt="", **pauses)
-        lora = dataclasses.replace(config.lora, init_from="")  # its rank is filled in by now
-        key = repr([config.model, config.optimizer, config.mesh, lora, loop, options])
-        if key not in compiled:
-            compiled[key] = original(config, **options)
-        return compiled[key]
-
-    def write_page(folders, target):
-        with mock.patch.object(report, "_chart", lambda runs, key, title: title):
-            report.write_report(folders, target)
-
-    with (
-        mock.patch.object(opening, "compile_training", compile_once),
-        mock.patch.object(tracker, "write_report", write_page),
-    ):
+    """The page of ``small_run`` has charts."""
+    with helpers.quick_runs():
         yield
 
 
