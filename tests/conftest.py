@@ -98,17 +98,16 @@ pytest -m versions``.
 
 LONGEST_FIRST = [
     "commands/test_train",
-    "generation/test_engine",
-    "commands/test_distributed",
-    "functional/test_attention",
-    "commands",
+    "test_docstrings",
+    "test_extending",
     "training",
-    "generation",
+    "commands",
+    "verify",
     "serve",
+    "generation",
     "functional",
     "test_model",
     "checkpoints",
-    "verify",
 ]
 """How the paths of what takes longest begin, for two workers to end together: not by how many tests
 a file has.

@@ -39,7 +39,7 @@ def wrong_tokens(mesh):
     params = jax.device_put(weights, state_sharding(mesh, config, weights))
     engine = Engine(LanguageModel(config, params).for_decoding(), 4, chunk_tokens=64)
     rows = [answer.completion.ids for answer in answers(engine, PROMPTS)]
-    expected = map(functools.partial(likeliest, FAMILY), PROMPTS, rows)
+    expected = map(functools.partial(likeliest, config, weights), PROMPTS, rows)
     return int(np.sum(np.array(rows) != [*expected]))
 
 

@@ -102,7 +102,8 @@ def check_model(
     Examples:
         >>> model = jllama.load("smollm2/", layout="training")
         >>> llama = jllama.build_model(model.config, model.params)
-        >>> judgment = jllama.check_model(lambda tokens: llama(tokens[None]), "smollm2/")
+        >>> forward = jax.jit(lambda tokens: llama(tokens[None]))
+        >>> judgment = jllama.check_model(forward, "smollm2/")
         >>> judgment.passed, judgment.precision
         (True, 'float32')
     """

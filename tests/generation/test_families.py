@@ -3,23 +3,17 @@
 import dataclasses
 
 import jax
-import numpy as np
 import pytest
 from helpers import slow_but
+from helpers_families import PROMPTS, answers, likeliest
 from models import FAMILIES
 
-from jllama import oracle
 from jllama.decode_params import decode_layout
 from jllama.generation.engine import Engine
-from jllama.generation.requests import Answer, Request
-from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.language_model import LanguageModel
 from jllama.verify.checks import random_params
 
 ALL = "all at once"
-NEW = 110
-PROMPTS = [np.random.default_rng(0).integers(0, 96, length).tolist() for length in (200, 5, 30)]
-"""Several chunks, and two that are shorter than one."""
 
 
 def config_of(name):
@@ -38,20 +32,9 @@ def model_of(config):
     return LanguageModel(config, params)
 
 
-def answers(engine, prompts):
-    """The answers to these prompts, all submitted at once."""
-    sampling = SamplingParams(temperature=0.0)
-    rows = [engine.submit(Request(Prompt(ids, sampling, NEW))) for ids in prompts]
-    events = {}
-    while engine.busy:
-        events.update((row, event) for row, event in engine.step() if isinstance(event, Answer))
-    return [events[row] for row in rows]
-
-
 def assert_likeliest(config, prompt, ids):
     """Each token of the text is the one that the oracle finds likeliest after those before it."""
-    logits = oracle.forward(weights_of(config), np.array([[*prompt, *ids]]), config)[0]
-    assert np.argmax(logits[len(prompt) - 1 : -1], axis=-1).tolist() == ids
+    assert likeliest(config, weights_of(config), prompt, ids) == ids
     assert len(set(ids)) > 1
 
 

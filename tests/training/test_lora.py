@@ -206,7 +206,7 @@ def test_the_preference_gradient_and_figures_are_the_oracles():
 def compare_losses(kind, arranged, architecture="llama"):
     """Compare the losses of twenty steps; return by how much they fall."""
     batches = [arranged(tuning.conversations(step % 5)) for step in range(STEPS)]
-    training = compiled(kind)
+    training = tuning.compiled(kind)  # a family's own
     state, actual, clipped = begun(kind, training), [], 0
     for rows in batches:
         state, metrics = training.step(state, rows)
