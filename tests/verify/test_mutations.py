@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 from models import planted
 
-import jllama.model
 from jllama.model import rope_frequencies
 from jllama.parameters import Params
 from jllama.verify.checks import VISIBLE, run_checks
@@ -39,8 +38,6 @@ RELATIVES = {
     )
 }
 """Those with options that a Llama does not have, and a Llama."""
-# Nothing is compiled: each planted copy would be, for each variant.
-PLAIN = implementation_of(jllama.model)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +47,10 @@ def folder(tmp_path_factory):
 
 
 def run_conformance(implementation, folder, formats, variants=VARIANTS):
-    """Return the rows and columns that pass, and those that fail by far more than rounding."""
+    """Return the rows and columns that fail, by far more than rounding; the others pass.
+
+    Nothing is compiled: each planted copy would be, for each variant.
+    """
     checks = conformance_checks(implementation, folder)
     checks = [check for check in checks if check.row in variants and check.column in formats]
     results = list(run_checks(checks))
@@ -58,13 +58,7 @@ def run_conformance(implementation, folder, formats, variants=VARIANTS):
     failed = {(result.row, result.column) for result in results if result.ratio >= VISIBLE}
     problems = [result for result in results if result.problem]
     assert len(passed) + len(failed) == len(results), problems
-    return passed, failed
-
-
-def test_right_code_is_green_everywhere(folder):
-    passed, red = run_conformance(PLAIN, folder, [HALF_SPLIT, INTERLEAVED], VARIANTS | RELATIVES)
-    assert not red
-    assert len(passed) == 2 * len(VARIANTS | RELATIVES) - 1  # GGUF has no dynamic scaling
+    return failed
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
@@ -72,7 +66,7 @@ def test_a_planted_mistake_is_red_where_it_matters_and_nowhere_else(mutation, fo
     file_format = INTERLEAVED if "permuted" in mutation.name else HALF_SPLIT
     is_of_llamas = any(map(mutation.applies, VARIANTS.values()))
     variants = VARIANTS if is_of_llamas else RELATIVES
-    _, red = run_conformance(planted(mutation), folder, [file_format], variants)
+    red = run_conformance(planted(mutation), folder, [file_format], variants)
     concerned = {
         name
         for name, config in variants.items()
@@ -108,7 +102,7 @@ def test_frequencies_of_another_configuration(folder, change, rows):
     vars(model)["rope_frequencies"] = lambda config, *length: rope_frequencies(
         change(config), *length
     )
-    _, red = run_conformance(implementation_of(model), folder, [HALF_SPLIT])
+    red = run_conformance(implementation_of(model), folder, [HALF_SPLIT])
     assert {row for row, _ in red} == rows
 
 
@@ -124,7 +118,7 @@ def test_queries_and_keys_left_interleaved_for_one_variant(folder, variant):
             "layers": layers | {name: interleave_channels(layers[name]) for name in ("wq", "wk")}
         }
 
-    _, red = run_conformance(planted(Mistake("forgetful", "", forgetful)), folder, [INTERLEAVED])
+    red = run_conformance(planted(Mistake("forgetful", "", forgetful)), folder, [INTERLEAVED])
     assert red == {(variant, INTERLEAVED)}
 
 
