@@ -174,12 +174,18 @@ def peer_tokens(peer, template, messages, tools=None):
 
 def counted_texts(tokenizer, ids, counted):
     """The text of each run of counted tokens, special tokens spelled out."""
-    special = {id: text.encode() for text, id in tokenizer.special_tokens.items()}
+    special = {id: text for text, id in tokenizer.special_tokens.items()}
     texts = []
     for counts, run in itertools.groupby(zip(ids, counted, strict=True), lambda pair: pair[1]):
+        text, plain = "", []
+        for id, _ in [*run, (None, False)]:
+            if id is None or id in special:
+                text += tokenizer.decode(plain) + special.get(id, "")
+                plain = []
+            else:
+                plain.append(id)
         if counts:
-            pieces = [special.get(id, tokenizer.pieces[id]) for id, _ in run]
-            texts.append(b"".join(pieces).decode())
+            texts.append(text)
     return texts
 
 
