@@ -322,5 +322,6 @@ def test_gradients():
     mask = draw_dense(0, shape, 0.6, batch=1)
     mask[0, 1] = False
     assert_gradients_match(
-        lambda q, k, v: grouped_query_attention(q, k, v, mask), *draw(0, shape, batch=1)
+        lambda q, k, v: grouped_query_attention(q, k, v, jnp.asarray(mask)),
+        *draw(0, shape, batch=1),
     )

@@ -81,7 +81,7 @@ def test_swiglu_equals_the_oracle(seed, lead, size):
 
 def test_saturated_gates_are_zero_or_the_identity():
     gates = np.float32([-1e4, -100.0, 0.0, 100.0, 1e4])
-    one = np.ones((1, 1), np.float32)
+    one = jnp.ones((1, 1), jnp.float32)
     values, back = jax.vjp(jax.jit(lambda x: swiglu(x, one, one, one)), gates[:, None])
     (slopes,) = back(jnp.ones((5, 1)))
     passed = np.maximum(gates, 0)
@@ -171,4 +171,6 @@ def test_bfloat16_input_is_turned_in_float32():
 
 def test_gradients_of_apply_rope():
     tables = exact_tables([[0, 7, 9000]], inverse_frequencies(8, 10_000.0))
-    assert_gradients_match(lambda x: apply_rope(x, *tables), draw_heads(0, 1, 3, 2, 8))
+    assert_gradients_match(
+        lambda x: apply_rope(x, *map(jnp.asarray, tables)), draw_heads(0, 1, 3, 2, 8)
+    )

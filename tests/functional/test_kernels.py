@@ -38,7 +38,7 @@ KERNELS = {"splash": splash, "triton": triton, "tokamax": tokamax}
 def draw(heads, kv_heads, seq, kv_seq, head_dim, dtype=jnp.float32):
     rng = np.random.default_rng(0)
     shapes = [(2, heads, seq, head_dim), *[(2, kv_heads, kv_seq, head_dim)] * 2]
-    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+    return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -155,10 +155,10 @@ def test_paged_reads_each_row_as_far_as_its_own_tokens():
     lengths = np.array([300, 3])
     query, key, value = draw(4, 2, 1, 768, 128)
     behind = np.arange(768)[:, None] > lengths[:, None, None, None]
-    key, value = (np.where(behind, 1e30, array).astype(jnp.bfloat16) for array in (key, value))
+    key, value = (jnp.where(behind, 1e30, array).astype(jnp.bfloat16) for array in (key, value))
     with pallas.force_tpu_interpret_mode():
         mixed = paged(query, key, value, Mask(offset=jnp.asarray(lengths)))
-        longer = (np.pad(array[1:], ((0, 0), (0, 0), (0, 256), (0, 0))) for array in (key, value))
+        longer = (jnp.pad(array[1:], ((0, 0), (0, 0), (0, 256), (0, 0))) for array in (key, value))
         alone = paged(query[1:], *longer, Mask(offset=jnp.asarray(lengths[1:])))
     np.testing.assert_array_equal(alone[0], mixed[1])
     for row, length in enumerate(lengths):

@@ -184,11 +184,11 @@ def test_logits_of_all_tokens_never_exist_at_once():
 @pytest.mark.parametrize("chunk_tokens", [6, 100])
 def test_the_decoding_layout_gives_the_same_and_has_no_gradients(chunk_tokens):
     hidden, head, targets, mask = draw(1, 8, 8, np.float32)
-    packed = decode_matrix(head, [0])
+    packed = decode_matrix(jnp.asarray(head), [0])
     assert isinstance(packed, DecodeMatrix)
     logits = np.float64(hidden) @ np.float64(head)
-    loss = functools.partial(linear_cross_entropy, z_loss=0.0, chunk_tokens=chunk_tokens)
-    total, _ = jax.jit(loss)(hidden, packed, targets, mask)
+    loss = jax.jit(functools.partial(linear_cross_entropy, z_loss=0.0, chunk_tokens=chunk_tokens))
+    total, _ = loss(hidden, packed, targets, mask)
     assert relative_error(total, oracle.cross_entropy(logits, targets, mask)[0]) < 1e-5
     log_probs, _ = log_probs_of(hidden, packed, targets, chunk_tokens)
     exact = np.log(np.take_along_axis(oracle.softmax(logits), targets[..., None], -1))[..., 0]

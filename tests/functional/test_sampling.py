@@ -150,7 +150,7 @@ def test_penalties_are_their_formulas(logits, counts, repetition, additive):
 
 def test_banned_tokens_are_never_drawn():
     banned = np.array([[token in (0, 5) for token in range(VOCAB)]])
-    logits = ban(jnp.float32([ONE_HOT]), banned)
+    logits = ban(jnp.float32([ONE_HOT]), jnp.asarray(banned))
     assert set(draw(logits[0])) == {1, 2, 3, 4, 6, 7}
     assert set(draw(logits[0], temperature=0.0)) == {1}
 

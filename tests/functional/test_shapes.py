@@ -13,7 +13,7 @@ from jllama import functional as F
 
 
 def ones(*shape, dtype=np.float32):
-    return np.ones(shape, dtype)
+    return jnp.asarray(np.ones(shape, dtype))
 
 
 def mask(*shape):

@@ -52,7 +52,7 @@ TOKENS = [1, 60, 5, 96] * 12  # as many in all tests of TINY, which share progra
 def model():
     """A small Llama that knows the beginning of the built-in text by heart."""
     ids = np.array([TOKENIZER.bos_id, *TOKENIZER.encode(PROSE)])
-    row = ids[None, : CONFIG.max_seq_len]
+    row = jnp.asarray(ids[None, : CONFIG.max_seq_len])
     optimizer = optax.adam(1e-2)
 
     def loss(params):
