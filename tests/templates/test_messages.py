@@ -281,12 +281,17 @@ def test_what_ends_an_answer():
         ([{}], "message 0 has nothing; it must have just 'role' and 'content'"),
         ([{"role": "user", "content": "a", "name": "b"}], "message 0 has 'role', 'content', 'name"),
         ([{"role": "user", "content": [{"type": "text"}]}], "has a content of type list, not text"),
-        (["hello"], "message 0 is of type str; it must have a role and a content"),
     ],
 )
 def test_messages_that_are_none(messages, message):
     with pytest.raises(UsageError, match=message):
         chat_ids(model_with(LLAMA_2), messages)
+
+
+def test_messages_of_a_file():
+    message = "message 1 is of type str; it must have a role and a content"
+    with pytest.raises(UsageError, match=message):
+        check_messages([{"role": "user", "content": "a"}, "hello"])
 
 
 def test_templates_that_are_not_there(tmp_path):
