@@ -20,6 +20,7 @@ from jllama.commands.bisect import print_bisection
 from jllama.commands.train import read_options
 from jllama.errors import JllamaError, UsageError
 from jllama.verify.bisect import bisect as find_difference
+from jllama.verify.bisect import compare_values
 from jllama.verify.checks import random_params
 
 
@@ -357,3 +358,8 @@ def test_two_runs_differ_first_at_a_step(small_run, copied, change_receipt, caps
     assert "their sessions differ in seed" in result["verdict"]
     over = [one["name"] for one in result["compared"] if one["error"] == 1]
     assert "step 10/layers/wq" in over
+
+
+def test_a_figure_that_was_0_differs_by_what_it_is_now():
+    (difference,) = compare_values("step", {"grad_norm": 0.0}, {"grad_norm": 0.5})
+    assert difference.error == 0.5
