@@ -1,28 +1,35 @@
-"""GPU benchmark of rates, attention, training steps, repeatability and decoding, in ten minutes.
+"""GPU benchmark of rates, attention, training, decoding, the server and transformers beside them.
 
     python benchmarks/gpu.py
     JAX_PLATFORMS=cpu python benchmarks/gpu.py --smoke  # tiny shapes, to try the script anywhere
 
 Each case runs in a process of its own, so that its peak of memory is its own, and writes its row to
-``benchmarks/results/gpu.json`` (``--output``) at once. Cases for which no time is left are named at
-the end. Speed is the median of steps that follow each other without a look at their results. MFU
-counts attention whole, and ``mfu_causal`` half of it; both are shares of the published bfloat16
-rate.
+``benchmarks/results/gpu.json`` (``--output``) at once. All take about 13 minutes; cases for which
+no time is left (``--seconds``) are named at the end, and ``--only`` takes some kinds of cases.
+Speed is the median of steps that follow each other without a look at their results. MFU counts
+attention whole, and ``mfu_causal`` half of it; both are shares of the published bfloat16 rate.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import hashlib
+import http.client
 import importlib.metadata
 import importlib.util
 import json
+import os
 import platform
+import random
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +43,7 @@ from jllama.devices import peak_bytes, peak_flops, program_bytes
 from jllama.functional import ATTENTION, Mask
 from jllama.lora import convert_weight
 from jllama.parameters import map_by_path, parameter_table, shape_of, training_flops_per_token
+from jllama.tokenizers import BytesTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT_TOKENS = 701
@@ -56,6 +64,11 @@ CASES: list[Row] = [
     {"case": "decode", **DECODING, "batch": 1},
     {"case": "decode", **DECODING, "batch": 64},
     {"case": "prefill", "preset": "llama3.1-8b", "seq": 4096},
+    {"case": "serve", "preset": "llama3.2-1b", "seq": 2048, "slots": 64},
+    {"case": "killed", "embed": 512, "steps": 300},
+    {"case": "transformers_train", **ONE_B},
+    {"case": "transformers_decode", **DECODING, "batch": 1},
+    {"case": "transformers_decode", **DECODING, "batch": 64},
     {"case": "train", **ONE_B, "attention": "triton"},
     {"case": "train", **ONE_B, "remat": "none"},
     {"case": "adapters", **ADAPTERS, "base": "bfloat16"},
@@ -316,11 +329,231 @@ def first_token(config: jllama.LlamaConfig, params: Any, tokens: Any) -> Any:
     return jnp.argmax(llama.logits(hidden[:, -1:]))
 
 
+def serve(case: Row) -> Row:
+    """Measure ``jllama serve`` over HTTP with tokens of bytes: tokens a second by clients.
+
+    Twelve answers, with their log-probabilities, are compared with those given alone.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        # 1. A random model, saved by a process that leaves the device alone
+        folder = str(Path(name) / "model")
+        words = json.dumps({**case, "case": "save_random", "folder": folder})
+        environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+        subprocess.run([sys.executable, __file__, "--case", words], check=True, env=environment)
+        # 2. A server
+        start_s = time.perf_counter()
+        port = 8123
+        command = ["serve", folder, "--port", str(port), "--slots", str(case["slots"])]
+        command += ["--context", str(case["seq"])]
+        with (
+            open(Path(name) / "log", "w+") as log,
+            subprocess.Popen(
+                [sys.executable, "-m", "jllama", *command], stdout=log, stderr=log
+            ) as server,
+        ):
+            ask = functools.partial(ask_server, port, Path(folder).name)
+            ready = False
+            while not ready:
+                if server.poll() is not None:
+                    log.seek(0)
+                    raise RuntimeError(f"the server did not start: {log.read()[-1000:]}")
+                time.sleep(0.2)
+                with contextlib.suppress(OSError):
+                    ready = ask(0)[0] > 0
+            ready_s = time.perf_counter() - start_s
+            # 3. Answers alone, then in company
+            try:
+                alone = [ask(seed) for seed in range(12)]
+                row: Row = {"ready_s": ready_s}
+                for clients in (1, 16, case["slots"]):
+                    start_s = time.perf_counter()
+                    with ThreadPoolExecutor(clients) as threads:
+                        answers = list(threads.map(ask, range(max(12, 3 * clients))))
+                    tokens = sum(count for count, _ in answers)
+                    row[f"tokens_per_s_{clients}"] = tokens / (time.perf_counter() - start_s)
+                    row[f"equal_to_alone_{clients}"] = answers[:12] == alone
+            finally:
+                server.send_signal(signal.SIGTERM)
+            row["exit_code"] = server.wait(60)
+    return row
+
+
+def save_random(case: Row) -> Row:
+    """Save a random model with tokens of bytes in Hugging Face's format."""
+    config = dataclasses.replace(model_of(case), vocab_size=BytesTokenizer.vocab_size)
+    params = jllama.initial_params(jax.random.key(0), config)
+    model = jllama.LanguageModel(config, params, BytesTokenizer())
+    jllama.save(model, case["folder"], "hf", "bfloat16")
+    return {}
+
+
+def ask_server(port: int, model: str, seed: int) -> tuple[int, str]:
+    """Return the tokens of an answer, and all that it says of them."""
+    rng = random.Random(seed)
+    prompt = "".join(rng.choices("abcdefgh ", k=rng.randint(20, 600)))
+    body: Row = {"model": model, "prompt": prompt, "max_tokens": 128, "seed": seed, "logprobs": 1}
+    body["temperature"] = rng.choice([0, 0.8])
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+    connection.request(
+        "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+    )
+    answer = json.loads(connection.getresponse().read())
+    connection.close()
+    if "choices" not in answer:
+        return 0, json.dumps(answer)
+    return answer["usage"]["completion_tokens"], json.dumps(answer["choices"])
+
+
+def killed(case: Row) -> Row:
+    """Compare the weights of a whole run with those of one that is killed and resumed.
+
+    Its text is the source of Python's standard library.
+    """
+    steps = case["steps"]
+    with tempfile.TemporaryDirectory() as name:
+        options = {
+            "model.embed_dim": case["embed"],
+            "model.num_heads": case["embed"] // 64,
+            "model.mlp_dim": 3 * case["embed"],
+            "training.steps": steps,
+            "training.eval_every": steps // 3,
+            "training.log_every": 1,
+            "training.sample_tokens": 0,
+        }
+        command = [sys.executable, str(ROOT / "train.py"), "--config"]
+        command += [str(ROOT / "configs" / "quickstart.yaml"), "--resume", "auto"]
+        for key, value in options.items():
+            command += [f"--{key}", str(value)]
+        whole, resumed = Path(name) / "whole", Path(name) / "resumed"
+        subprocess.run([*command, "--run_dir", str(whole)], check=True, capture_output=True)
+        log = resumed / "metrics.jsonl"
+        with subprocess.Popen(
+            [*command, "--run_dir", str(resumed)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        ) as process:
+            while process.poll() is None:
+                if log.exists() and len(log.read_text().splitlines()) > steps // 2:
+                    process.kill()
+                time.sleep(0.01)
+        logged_steps = len(log.read_text().splitlines())
+        done = subprocess.run(
+            [*command, "--run_dir", str(resumed)], check=True, capture_output=True
+        )
+        bits = []
+        for run in (whole, resumed):
+            leaves = jax.tree.leaves(jllama.load(run, step=steps, layout="training").params)
+            content = b"".join(np.asarray(leaf).tobytes() for leaf in leaves)
+            bits.append(hashlib.sha256(content).hexdigest()[:16])
+    said = [line for line in done.stderr.decode().splitlines() if "resum" in line]
+    return {
+        "equal": bits[0] == bits[1],
+        "bits": bits,
+        "killed_by": process.returncode,
+        "lines_logged_then": logged_steps,
+        "said": said[:1],
+    }
+
+
+def transformers_model(case: Row) -> Any:
+    """Return transformers' Llama of a case's shape, on the device."""
+    import torch
+    import transformers
+
+    model = model_of(case)
+    config = transformers.LlamaConfig(
+        vocab_size=model.vocab_size,
+        num_hidden_layers=model.num_layers,
+        hidden_size=model.embed_dim,
+        num_attention_heads=model.num_heads,
+        num_key_value_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        intermediate_size=model.mlp_dim,
+        rope_theta=model.rope_theta,
+        tie_word_embeddings=model.tie_embeddings,
+        max_position_embeddings=8192,
+    )
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        return transformers.LlamaForCausalLM(config)
+
+
+def transformers_train(case: Row) -> Row:
+    """Measure a compiled step of transformers: float32 weights, bfloat16 products, fused AdamW."""
+    import torch
+
+    torch.set_float32_matmul_precision("high")
+    model = transformers_model(case).float().train()
+    forward = torch.compile(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, weight_decay=0.1)
+    shape = (case["batch"], case["seq"] + 1)
+    tokens = torch.randint(2, model.config.vocab_size, shape, device=model.device)
+
+    def step() -> Any:
+        with torch.autocast(model.device.type, torch.bfloat16):
+            targets = tokens[:, 1:].contiguous()
+            loss = forward(
+                input_ids=tokens[:, :-1], labels=targets, shift_labels=targets, use_cache=False
+            ).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    for _ in range(3):
+        step().item()
+    start_s = time.perf_counter()
+    for _ in range(8):
+        loss = step()
+    loss.item()
+    step_s = (time.perf_counter() - start_s) / 8
+    tokens_per_s = case["batch"] * case["seq"] / step_s
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    peak = peak_flops(device) or float("nan")
+    whole = training_flops_per_token(model_of(case), case["seq"])
+    row = {"step_s": step_s, "tokens_per_s": tokens_per_s, "mfu": tokens_per_s * whole / peak}
+    if torch.cuda.is_available():
+        row["peak_bytes"] = torch.cuda.max_memory_allocated()
+    return row
+
+
+def transformers_decode(case: Row) -> Row:
+    """Measure a step of transformers' greedy decoding with its static cache, compiled."""
+    import torch
+
+    torch.set_default_dtype(torch.bfloat16)
+    model = transformers_model(case).eval()
+    count = case.get("count", 128)
+    prompts = torch.randint(2, 256, (case["batch"], 32), device=model.device)
+
+    def generate_s(new_tokens: int) -> float:
+        start_s = time.perf_counter()
+        with torch.inference_mode():
+            tokens = model.generate(
+                prompts,
+                max_new_tokens=new_tokens,
+                min_new_tokens=new_tokens,
+                do_sample=False,
+                pad_token_id=0,
+                cache_implementation="static",
+            )
+        tokens.cpu()
+        return time.perf_counter() - start_s
+
+    for _ in range(2):
+        generate_s(count + 1)
+    differences = [generate_s(count + 1) - generate_s(1) for _ in range(3)]
+    step_s = statistics.median(differences) / count
+    return {"step_ms": 1e3 * step_s, "tokens_per_s": case["batch"] / step_s}
+
+
 def tiny(case: Row) -> Row:
     """Return the case in shapes for any machine."""
     small = {name: value for name, value in case.items() if name not in ("preset", "layers")}
     small |= {"seq": 64, "batch": min(case.get("batch", 1), 2), "rank": 2}
-    small |= {"side": 128, "length": 1024, "count": 4}
+    small |= {"side": 128, "length": 1024, "count": 4, "embed": 128, "steps": 30, "slots": 4}
+    if case["case"] == "serve":
+        small["seq"] = 1024
     if case.get("attention") == "triton":
         small["attention"] = "blocked"
     if "shape" in case:
@@ -341,8 +574,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--case", type=json.loads, help="one case as JSON; its row is printed")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes")
+    parser.add_argument("--only", nargs="*", help="the kinds of cases, such as serve and killed")
     parser.add_argument(
-        "--seconds", type=float, default=560, help="begin no case that might end after this"
+        "--seconds", type=float, default=900, help="begin no case that might end after this"
     )
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "gpu.json")
     options = parser.parse_args()
@@ -354,6 +588,8 @@ def main() -> None:
     rows = []
     left_out = []
     for case in CASES:
+        if options.only and case["case"] not in options.only:
+            continue
         if time.perf_counter() - start_s > options.seconds - 60:
             left_out.append(case)
             continue
@@ -376,7 +612,8 @@ def machine() -> dict[str, str]:
         "print(device.device_kind, describe_driver(device), sep='|')"
     )
     kind, _, driver = output_of(sys.executable, "-c", code).partition("|")
-    packages = [name for name in ("jax", "tokamax", "qwix") if importlib.util.find_spec(name)]
+    names = ("jax", "tokamax", "qwix", "torch", "transformers")
+    packages = [name for name in names if importlib.util.find_spec(name)]
     return {
         "device": kind,
         "driver": driver,
