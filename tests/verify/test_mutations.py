@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from models import planted
 
+import jllama.model
 from jllama.model import rope_frequencies
 from jllama.parameters import Params
 from jllama.verify.checks import VISIBLE, run_checks
@@ -21,22 +22,21 @@ from jllama.verify.reference_writers import FORMAT_WRITERS
 
 pytestmark = pytest.mark.slow
 
+
+def chosen(*names):
+    return {name: ALL_VARIANTS[name] for name in names}
+
+
 HALF_SPLIT, INTERLEAVED = "hf v5", "gguf"
 # Those that differ by more than a number from all others; the command itself runs all.
-VARIANTS = {
-    name: ALL_VARIANTS[name]
-    for name in (
-        *("Llama 1", "Llama 2 grouped", "Code Llama", "Llama 3.1", "Llama 3.2 tied", "multi-query"),
-        *("linear x4", "dynamic x4", "yarn x32"),
-    )
-}
-RELATIVES = {
-    name: ALL_VARIANTS[name]
-    for name in (
-        *("Llama 1", "Mistral", "Qwen 2 in windows", "Qwen 3", "SmolLM3", "OLMo 3"),
-        *("partial rotation", "Granite 3"),
-    )
-}
+VARIANTS = chosen(
+    *("Llama 1", "Llama 2 grouped", "Code Llama", "Llama 3.1", "Llama 3.2 tied", "multi-query"),
+    *("linear x4", "dynamic x4", "yarn x32"),
+)
+RELATIVES = chosen(
+    *("Llama 1", "Mistral", "Qwen 2 in windows", "Qwen 3", "SmolLM3", "OLMo 3"),
+    *("partial rotation", "Granite 3"),
+)
 """Those with options that a Llama does not have, and a Llama."""
 
 
@@ -46,7 +46,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("variants")
 
 
-def run_conformance(implementation, folder, formats, variants=VARIANTS):
+def run_conformance(implementation, folder, formats, variants):
     """Return the rows and columns that fail, by far more than rounding; the others pass.
 
     Nothing is compiled: each planted copy would be, for each variant.
@@ -63,17 +63,21 @@ def run_conformance(implementation, folder, formats, variants=VARIANTS):
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_a_planted_mistake_is_red_where_it_matters_and_nowhere_else(mutation, folder):
+    """A file of the first variant that it concerns, as ``verify`` has a row of each; all others.
+
+    A mistake of reading is not planted where it does not apply, so there is nothing to be seen.
+    """
     file_format = INTERLEAVED if "permuted" in mutation.name else HALF_SPLIT
     is_of_llamas = any(map(mutation.applies, VARIANTS.values()))
     variants = VARIANTS if is_of_llamas else RELATIVES
-    red = run_conformance(planted(mutation), folder, [file_format], variants)
-    concerned = {
-        name
-        for name, config in variants.items()
-        if FORMAT_WRITERS[file_format].holds(config) and mutation.applies(config)
-    }
-    assert red == {(name, file_format) for name in concerned}
-    assert concerned
+    concerned, others = [], []
+    for name, config in variants.items():
+        if FORMAT_WRITERS[file_format].holds(config):
+            (concerned if mutation.applies(config) else others).append(name)
+    if mutation.model is jllama.model:
+        others = []
+    red = run_conformance(planted(mutation), folder, [file_format], chosen(concerned[0], *others))
+    assert red == {(concerned[0], file_format)}
 
 
 # Three mistakes as they were made
@@ -94,7 +98,7 @@ def with_factor_8(config):
     ("change", "rows"),
     [
         (without_theta, {"Code Llama", "Llama 3.1", "Llama 3.2 tied"}),
-        (with_factor_8, {"Llama 3.2 tied", "linear x4", "dynamic x4", "yarn x32"}),
+        (with_factor_8, {"Llama 3.2 tied", "dynamic x4"}),
     ],
 )
 def test_frequencies_of_another_configuration(folder, change, rows):
@@ -102,7 +106,8 @@ def test_frequencies_of_another_configuration(folder, change, rows):
     vars(model)["rope_frequencies"] = lambda config, *length: rope_frequencies(
         change(config), *length
     )
-    red = run_conformance(implementation_of(model), folder, [HALF_SPLIT])
+    variants = chosen("Llama 1", "Code Llama", "Llama 3.1", "Llama 3.2 tied", "dynamic x4")
+    red = run_conformance(implementation_of(model), folder, [HALF_SPLIT], variants)
     assert {row for row, _ in red} == rows
 
 
@@ -118,7 +123,9 @@ def test_queries_and_keys_left_interleaved_for_one_variant(folder, variant):
             "layers": layers | {name: interleave_channels(layers[name]) for name in ("wq", "wk")}
         }
 
-    red = run_conformance(planted(Mistake("forgetful", "", forgetful)), folder, [INTERLEAVED])
+    variants = chosen("Llama 1", "Llama 2 grouped", "Llama 3.1")
+    mistake = Mistake("forgetful", "", forgetful)
+    red = run_conformance(planted(mistake), folder, [INTERLEAVED], variants)
     assert red == {(variant, INTERLEAVED)}
 
 
