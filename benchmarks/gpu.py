@@ -11,9 +11,11 @@ attention whole, and ``mfu_causal`` half of it; both are shares of the published
 """
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import functools
+import gzip
 import hashlib
 import http.client
 import importlib.metadata
@@ -108,6 +110,39 @@ def seconds(function: Callable[..., Any], *arguments: Any, times: int = 10) -> f
         jax.block_until_ready(result)
         measured.append((time.perf_counter() - start_s) / times)
     return statistics.median(measured)
+
+
+def longest_ms(function: Callable[[], Any], calls: int = 1) -> dict[str, float]:
+    """Return the milliseconds of a call's 20 longest kernels by name, and their sum and number.
+
+    ``calls`` is how many steps the function makes. On a CPU there is no such trace.
+    """
+    if jax.devices()[0].platform != "gpu":
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(function())
+        (path,) = Path(folder).rglob("*.trace.json.gz")
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    # 1. The threads of events that are streams of the device
+    devices = set()
+    streams = set()
+    for event in events:
+        name = event.get("args", {}).get("name", "")
+        if event.get("name") == "process_name" and "GPU" in name:
+            devices.add(event["pid"])
+        elif event.get("name") == "thread_name" and "Stream" in name:
+            streams.add((event["pid"], event["tid"]))
+    # 2. Their kernels
+    total_ms: collections.Counter[str] = collections.Counter()
+    launches = 0
+    for event in events:
+        is_kernel = event.get("ph") == "X" and (event["pid"], event["tid"]) in streams
+        if is_kernel and event["pid"] in devices:
+            total_ms[event["name"][:80]] += event["dur"] / 1e3 / calls
+            launches += 1
+    sums = {"all": sum(total_ms.values()), "launches": launches / calls}
+    return sums | dict(total_ms.most_common(20))
 
 
 def rates(case: Row) -> Row:
@@ -232,6 +267,7 @@ def steps(training: Any, state: Any, case: Row, rows: int = 8) -> Row:
         "kernels": [name for name in ("tokamax", "mha_forward", "__cudnn$fmha") if name in text],
         "loss": float(metrics.loss),
         "bits": hashlib.sha256(content).hexdigest(),
+        "longest_ms": longest_ms(lambda: step(state, batch)),
     }
 
 
@@ -296,6 +332,7 @@ def decode(case: Row) -> Row:
         "step_ms": 1e3 * step_s,
         "tokens_per_s": rows / step_s,
         "weights_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(params)),
+        "longest_ms": longest_ms(lambda: run(params, cache, tokens), count),
     }
 
 
@@ -318,7 +355,8 @@ def prefill(case: Row) -> Row:
     config, params = decode_params(case)
     tokens = jnp.ones((1, case["seq"]), jnp.int32)
     run = jax.jit(functools.partial(first_token, config))
-    return {"prefill_ms": 1e3 * seconds(run, params, tokens, times=2)}
+    prefill_s = seconds(run, params, tokens, times=2)
+    return {"prefill_ms": 1e3 * prefill_s, "longest_ms": longest_ms(lambda: run(params, tokens))}
 
 
 def first_token(config: jllama.LlamaConfig, params: Any, tokens: Any) -> Any:

@@ -59,6 +59,15 @@ def no_kept_programs():
     programs._is_enabled.clear()
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Do not import a file that cannot have a test of the mark that ``-m`` asks for."""
+    mark = config.option.markexpr
+    is_in_files = mark.isidentifier() and mark != "versions"  # set below, by path
+    if is_in_files and collection_path.name.startswith("test_"):
+        return mark not in collection_path.read_text() or None
+    return None
+
+
 def pytest_collection_finish():
     gc.freeze()  # what was imported is not searched for garbage again and again
 
