@@ -26,7 +26,7 @@ from jllama.sharding import make_mesh, state_sharding
 from jllama.training.config import LoopConfig, OptimizerConfig, TrainConfig
 from jllama.training.step import check_batch_divides, compile_training
 
-STEPS, BOS, DRAWN = 20, 1, 5
+STEPS, BOS, DRAWN = 10, 1, 5
 MESHES = [sizes for sizes in itertools.product((1, 2, 4, 8), repeat=4) if math.prod(sizes) == 8]
 """Sizes of data, fsdp, tensor and sequence."""
 SAMPLED = [(1, 1, 8, 1), (1, 2, 4, 1), (2, 2, 2, 1)]
@@ -71,7 +71,7 @@ def is_legal(config, mesh):
 
 
 def train(config, mesh, start=None):
-    """The state before (``start``, or a fresh one) and behind 20 steps on packed documents, and
+    """The state before (``start``, or a fresh one) and behind 10 steps on packed documents, and
     what they said: each loss; the first gradient's norm, since AdamW would not mind one twice too
     large; the first loss by ``evaluate``.
     """

@@ -1,4 +1,4 @@
-"""Where the tests marked ``real_weights`` find their files."""
+"""Where the tests marked ``real_weights`` find their files, and what they ask of a real model."""
 
 import base64
 import json
@@ -8,8 +8,20 @@ from pathlib import Path
 import pytest
 from fetch_real_weights import real_weights_folder
 
+from jllama.generation.generate import generate
+from jllama.generation.sampling_params import SamplingParams
 from jllama.tokenizers import HuggingFaceTokenizer
 from jllama.tokenizers.base import BYTE_CHARS, TokenType, Vocabulary, merges_of_ranks
+
+ROOT = Path(__file__).parent.parent
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+TEXT = (ROOT / "LICENSE").read_text()
+
+
+def greedy(model, prompt, count=64):
+    """Greedy tokens, through the stop that ends them if there is one."""
+    (completion,) = generate(model, [prompt], SamplingParams(temperature=0.0), max_new_tokens=count)
+    return completion.ids + ([model.stop_ids[0]] if completion.finish_reason == "stop_id" else [])
 
 
 def real_file(name: str) -> Path:

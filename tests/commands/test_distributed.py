@@ -70,12 +70,23 @@ GONE = "error: a process has died, failed, never connected or been silent for 30
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_curve_of_one(small_run, workshop, read_run, start, tmp_path):
+def test_two_processes_give_the_curve_of_one(small_run, workshop, read_run, tmp_path):
     """The second holds half of the parameters and of each batch; process 0 alone writes, and both
-    say the same end.
+    say the same end. They meet by what a cluster says, as SLURM does; the job's number decides the
+    coordinator's port.
     """
     run = tmp_path / "run"
-    started = start(run, 2, "--mesh.fsdp", 2, "--training.eval_every", STEPS)
+    slurm = {
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": "2",
+        "SLURM_JOB_ID": str(free_port()),
+    }
+    words = ("--distributed.coordinator", "auto", "--mesh.fsdp", 2)
+    words += ("--training.eval_every", STEPS)
+    started = []
+    for index in ("0", "1"):
+        own = slurm | {"SLURM_PROCID": index, "SLURM_LOCALID": index}
+        started.append(workshop.train(run, *words, **own))
     done = [workshop.finish(process) for process in started]
     assert [each.code for each in done] == [0, 0], done[1].err
     assert "parameters on 2 x cpu" in done[0].err.lower()
@@ -168,25 +179,6 @@ def test_processes_with_different_folders_are_refused(small_run, workshop, start
         assert done.code == 2, done.err
         problem = r"error: run_dir is .* in process 0 and .* in process 1: start every"
         assert re.match(problem, last_line(done.err))
-
-
-@pytest.mark.slow
-def test_what_a_cluster_says_of_itself_is_enough(workshop, read_run, tmp_path):
-    """As SLURM does; the job's number decides the coordinator's port."""
-    slurm = {
-        "SLURM_STEP_NODELIST": "localhost",
-        "SLURM_NTASKS": "2",
-        "SLURM_JOB_ID": str(free_port()),
-    }
-    words = ("--distributed.coordinator", "auto", *OFTEN, "--training.steps", 2)
-    started = []
-    for index in ("0", "1"):
-        own = slurm | {"SLURM_PROCID": index, "SLURM_LOCALID": index}
-        started.append(workshop.train(tmp_path / "run", *words, **own))
-    done = [workshop.finish(each) for each in started]
-    assert [each.code for each in done] == [0, 0], done[0].err
-    assert "on 2 x CPU" in done[0].err
-    assert len(read_run.losses(tmp_path / "run")) == 2
 
 
 def test_auto_where_there_is_no_cluster(workshop, tmp_path):

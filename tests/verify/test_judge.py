@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 import re
 
 import jax
@@ -27,7 +28,7 @@ from jllama import oracle
 from jllama.capture import activations
 from jllama.errors import JllamaError, UsageError
 from jllama.templates.messages import TEMPLATES
-from jllama.verify import probes
+from jllama.verify import probes, rows
 from jllama.verify.checks import random_params
 from jllama.verify.conformance import VARIANTS, small, weights
 from jllama.verify.judge import Evidence, judge
@@ -56,6 +57,48 @@ def tied(tmp_path_factory):
 @pytest.fixture(scope="module")
 def untied(tmp_path_factory):
     return saved(UNTIED, tmp_path_factory.mktemp("untied") / "hf")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def predicted_once():
+    """What a mistake predicts of a prompt is computed once, for all programs and their tokens."""
+    known = {}
+
+    @functools.partial(jax.jit, static_argnames=("model", "config"))
+    def all_log_probs(model, config, params, inputs, where):
+        llama = model.build_model(config, params)
+        logits = llama.logits(llama.hidden(*inputs, attention="auto")[where])
+        return jax.nn.log_softmax(logits.astype(jnp.float32))
+
+    def log_probs(model, config, params, inputs, where, ids):
+        content = hashlib.sha256()
+        for array in jax.tree.leaves((params, inputs, where)):
+            content.update(np.ascontiguousarray(array).tobytes())
+        key = model, config, content.digest()
+        if key not in known:
+            known[key] = np.asarray(all_log_probs(model, config, params, inputs, where))
+        found = known[key]
+        return found.max(axis=1, keepdims=True), np.take_along_axis(found, ids, axis=1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "_log_probs", log_probs)
+        yield
+
+
+@pytest.fixture
+def few_mistakes(monkeypatch):
+    """Try a dozen mistakes, as each is a program; ``test_a_planted_mistake_is_named`` tries all."""
+    few = re.compile("layer |the logits of|no BOS|rope_theta|weights in|GELU, not|the embedding")
+    monkeypatch.setattr(
+        "jllama.verify.judge.known_mistakes",
+        lambda *model: [one for one in known_mistakes(*model) if few.match(one.about)],
+    )
+
+
+@pytest.fixture
+def few_in_the_suite(request):
+    if not request.node.get_closest_marker("slow"):
+        request.getfixturevalue("few_mistakes")
 
 
 def judged(program, folder, **options):
@@ -140,6 +183,7 @@ def test_a_planted_mistake_is_named(tied, name, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_mistakes")
 def test_a_head_that_is_taken_for_the_embedding_is_named(untied):
     model = open_model(untied)
     with torch.no_grad():
@@ -162,6 +206,7 @@ def test_what_no_mistake_explains_is_said(tied):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_mistakes")
 def test_a_server_is_asked_in_the_way_that_it_serves(tied):
     """A mistake shows in the tokens that it prefers alone."""
     found = judged(Program(open_model(tied), refuses=("echo",)), tied)
@@ -353,20 +398,9 @@ def exact(request, tmp_path_factory):
     return folder, open_exact(folder).params
 
 
-@pytest.fixture
-def few_mistakes(monkeypatch, request):
-    """Try a dozen mistakes in the suite, as each is a program; the slow set tries all."""
-    if not request.node.get_closest_marker("slow"):
-        few = re.compile("layer |the logits of|no BOS|rope_theta|weights in|GELU, not")
-        monkeypatch.setattr(
-            "jllama.verify.judge.known_mistakes",
-            lambda *model: [one for one in known_mistakes(*model) if few.match(one.about)],
-        )
-
-
 @pytest.mark.parametrize("exact", ["float32"], indirect=True)
 @pytest.mark.parametrize("name", slow_but(["a temperature"], SILENT))
-@pytest.mark.usefixtures("few_mistakes")
+@pytest.mark.usefixtures("few_in_the_suite")
 def test_a_precision_excuses_no_mistake(exact, name):
     """Neither one that nobody declares nor, if a mistake explains the difference, any other."""
     folder, params = exact
@@ -401,7 +435,7 @@ PLANTED = {
 
 @pytest.mark.parametrize("exact", ["float32"], indirect=True)
 @pytest.mark.parametrize("name", slow_but(["layer 0 left out"], PLANTED))
-@pytest.mark.usefixtures("few_mistakes")
+@pytest.mark.usefixtures("few_in_the_suite")
 def test_a_wrong_block_is_named(exact, name):
     folder, params = exact
     module, config, wrong = PLANTED[name](params)
@@ -431,6 +465,7 @@ def test_shifted_logits_are_named_and_the_context_is_filled(exact):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("exact", ["float32"], indirect=True)
+@pytest.mark.usefixtures("few_mistakes")
 def test_hidden_states_locate_a_mistake_that_has_no_name(exact):
     folder, params = exact
     scales = np.random.default_rng(0).uniform(0.2, 2, params["layers"]["wo"].shape[1:])
