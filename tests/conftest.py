@@ -96,8 +96,8 @@ hypothesis.settings.load_profile("ci")
 
 VERSIONS = """
     functional commands/test_cli.py commands/test_train.py checkpoints/test_run.py
-    data/test_batches.py data/test_chats.py serve/test_engine.py evaluation/test_scoring.py
-    generation/test_engine.py training/test_optimizer.py training/test_step.py test_64_bits.py
+    data/test_batches.py data/test_chats.py generation/test_engine.py training/test_optimizer.py
+    training/test_step.py test_64_bits.py
     test_config.py test_decode_params.py test_model.py test_sharding.py test_typecheck.py
 """
 """What depends on the versions of jax, flax, optax, orbax, grain and jsonargparse: ``python -m
