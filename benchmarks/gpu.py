@@ -40,6 +40,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jllama
+from jllama.checkpoints.huggingface import config_to_huggingface
 from jllama.config import LoraConfig
 from jllama.devices import peak_bytes, peak_flops, program_bytes
 from jllama.functional import ATTENTION, Mask
@@ -498,19 +499,7 @@ def transformers_model(case: Row) -> Any:
     import torch
     import transformers
 
-    model = model_of(case)
-    config = transformers.LlamaConfig(
-        vocab_size=model.vocab_size,
-        num_hidden_layers=model.num_layers,
-        hidden_size=model.embed_dim,
-        num_attention_heads=model.num_heads,
-        num_key_value_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        intermediate_size=model.mlp_dim,
-        rope_theta=model.rope_theta,
-        tie_word_embeddings=model.tie_embeddings,
-        max_position_embeddings=8192,
-    )
+    config = transformers.LlamaConfig(**config_to_huggingface(model_of(case), "float32"))
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         return transformers.LlamaForCausalLM(config)
 
