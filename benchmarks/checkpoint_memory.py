@@ -71,10 +71,10 @@ class RandomTensor:
 def make(folder: Path) -> None:
     """Write the model in Hugging Face's format, with a tokenizer for all rows of its embedding."""
     import jllama
-    from jllama.checkpoints.huggingface import write
-    from jllama.checkpoints.tensors import Checkpoint
-    from jllama.parameters import tensor_specs
-    from jllama.tokenizers import train_sentencepiece
+    from jllama.core.parameters import tensor_specs
+    from jllama.formats.huggingface import write
+    from jllama.formats.tensors import Checkpoint
+    from jllama.tokenizers.sentencepiece import train_sentencepiece
 
     config = jllama.preset(PRESET)
     rng = np.random.default_rng(0)
@@ -164,7 +164,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     import jllama
-    from jllama.parameters import count_parameters
+    from jllama.core.parameters import count_parameters
 
     versions = {}
     for version in arguments.versions:

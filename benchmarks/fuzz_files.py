@@ -115,13 +115,14 @@ NUMBERS = (
 
 def write_models(folder: Path) -> None:
     """Write a model in each format, with each kind of tokenizer that it can hold, and adapters."""
-    from jllama.checkpoints.registry import save
-    from jllama.config import LlamaConfig
-    from jllama.language_model import LanguageModel
-    from jllama.rope_scaling import Llama3Scaling
-    from jllama.tokenizers import HuggingFaceTokenizer, train_sentencepiece
+    from jllama.core.config import LlamaConfig
+    from jllama.formats.registry import save
+    from jllama.lab.checks import random_params
+    from jllama.models.language_model import LanguageModel
+    from jllama.models.rope_scaling import Llama3Scaling
     from jllama.tokenizers.base import BYTE_CHARS, TokenType, Vocabulary, merges_of_ranks
-    from jllama.verify.checks import random_params
+    from jllama.tokenizers.huggingface import HuggingFaceTokenizer
+    from jllama.tokenizers.sentencepiece import train_sentencepiece
 
     text = (ROOT / "README.md").read_text()
     sizes = {
@@ -157,10 +158,10 @@ def write_adapters(folder: Path, config: Any) -> None:
     """Write an adapter of rank 4 of the model with pieces, in each format; PEFT's is a DoRA."""
     import numpy as np
 
-    from jllama.checkpoints.adapters import Adapter
-    from jllama.checkpoints.registry import ADAPTER_FORMATS
-    from jllama.config import LoraConfig
-    from jllama.parameters import tensor_specs
+    from jllama.core.parameters import tensor_specs
+    from jllama.formats.adapters import Adapter
+    from jllama.formats.registry import ADAPTER_FORMATS
+    from jllama.models.config import LoraConfig
 
     rng = np.random.default_rng(0)
     for format, is_dora in (("peft", True), ("gguf-lora", False)):
@@ -444,7 +445,7 @@ def work(connection: Connection) -> None:
     """Load each path that the connection sends, in a worker process, and send back the outcome."""
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_LIMIT_BYTES, ADDRESS_LIMIT_BYTES))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hides notes, and the message of a panic in Rust
-    import jllama.oracle  # noqa: F401, so that the memory of imports is not counted
+    import jllama.models.oracle  # noqa: F401, so that the memory of imports is not counted
 
     connection.send("ready")
     while True:
@@ -462,8 +463,8 @@ def load(path: str, base: str | None) -> tuple[str, str]:
     import numpy as np
 
     import jllama
-    from jllama import oracle
-    from jllama.errors import JllamaError
+    from jllama.core import JllamaError
+    from jllama.models import oracle
 
     try:
         model = jllama.load(base or path, layout="training", adapter=path if base else None)

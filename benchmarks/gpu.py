@@ -40,13 +40,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import jllama
-from jllama.checkpoints.huggingface import config_to_huggingface
-from jllama.config import LoraConfig
-from jllama.devices import peak_bytes, peak_flops, program_bytes
+from jllama.core.parameters import map_by_path, parameter_table, shape_of, training_flops_per_token
+from jllama.formats.huggingface import config_to_huggingface
 from jllama.functional import ATTENTION, Mask
-from jllama.lora import convert_weight
-from jllama.parameters import map_by_path, parameter_table, shape_of, training_flops_per_token
-from jllama.tokenizers import BytesTokenizer
+from jllama.models.config import LoraConfig
+from jllama.models.lora import convert_weight
+from jllama.system.devices import peak_bytes, peak_flops, program_bytes
+from jllama.tokenizers.base import BytesTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT_TOKENS = 701
@@ -191,7 +191,7 @@ def attention(case: Row) -> Row:
             function = both_passes(name, segments)
             actual = function(*inputs)
             forward = jax.jit(
-                functools.partial(jllama.functional.attention, mask=mask, implementation=name)
+                functools.partial(jllama.kernels.attention, mask=mask, implementation=name)
             )
             rows[name] = {
                 "forward_ms": 1e3 * seconds(forward, *inputs[:3]),
@@ -211,7 +211,7 @@ def both_passes(name: str, segments: jax.Array) -> Callable[..., Any]:
     mask = Mask(query_segments=segments, key_segments=segments)
 
     def values_and_gradients(query: Any, key: Any, value: Any, upstream: Any) -> Any:
-        call = functools.partial(jllama.functional.attention, mask=mask, implementation=name)
+        call = functools.partial(jllama.kernels.attention, mask=mask, implementation=name)
         mixed, back = jax.vjp(call, query, key, value)
         return mixed, *back(upstream)
 
@@ -635,7 +635,7 @@ def machine() -> dict[str, str]:
     A process that ends asks the device, so that none of the device's memory stays in use.
     """
     code = (
-        "import jax; from jllama.devices import describe_driver; device = jax.devices()[0]; "
+        "import jax; from jllama.system.devices import describe_driver; device = jax.devices()[0]; "
         "print(device.device_kind, describe_driver(device), sep='|')"
     )
     kind, _, driver = output_of(sys.executable, "-c", code).partition("|")

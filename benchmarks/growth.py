@@ -28,9 +28,9 @@ from common import ROOT, panels, table, write
 from matplotlib.ticker import EngFormatter
 
 import jllama
-from jllama.devices import program_bytes
-from jllama.parameters import training_flops_per_token
-from jllama.training.step import attention_of
+from jllama.core.parameters import training_flops_per_token
+from jllama.system.devices import program_bytes
+from jllama.training.compiling import attention_of
 
 AXES = {
     "seq_len": [256 << power for power in range(10)],

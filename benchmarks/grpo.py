@@ -31,7 +31,7 @@ CASES = {
     "small": {"batch_size": 64, "group_size": 8, "answer_tokens": 64, "steps": 6},
     "smollm2": {"batch_size": 16, "group_size": 8, "answer_tokens": 64, "steps": 6},
 }
-WAYS = ("jllama", "jllama exact", "trl")
+WAYS = ("jllama", "trl")
 
 
 def reward(prompts: Any, completions: Any, **_: Any) -> list[float]:
@@ -50,7 +50,7 @@ def prepare(case: str, folder: Path) -> None:
     import numpy as np
 
     import jllama
-    from jllama.model import initial_params
+    from jllama.core.model import initial_params
 
     source = Path(
         os.environ.get("JLLAMA_REAL_WEIGHTS") or "~/.cache/jllama/real_weights"
@@ -74,7 +74,7 @@ def prepare(case: str, folder: Path) -> None:
             file.write(json.dumps({"prompt": prompt}) + "\n")
 
 
-def run_jllama(case: str, folder: Path, *, exact: bool) -> list[dict[str, float]]:
+def run_jllama(case: str, folder: Path) -> list[dict[str, float]]:
     """Return the seconds of each step and of its phases, and the sampled tokens."""
     sizes = CASES[case]
     run = folder / "run"
@@ -97,7 +97,6 @@ def run_jllama(case: str, folder: Path, *, exact: bool) -> list[dict[str, float]
         "training.grpo.max_answer_tokens": sizes["answer_tokens"],
         "training.grpo.mask_overlong": "false",
         "training.grpo.eval_prompts": 1,
-        "training.grpo.exact": str(exact).lower(),
     }
     arguments = [f"--{name}={value}" for name, value in options.items()]
     command = [sys.executable, "-m", "jllama", "train", *arguments, "--overwrite", "--yes"]
@@ -220,7 +219,7 @@ def summary(runs: list[list[dict[str, float]]]) -> dict[str, float]:
 def run(way: str, case: str, folder: Path, peer_python: str) -> list[dict[str, float]]:
     """Run one way."""
     if way != "trl":
-        return run_jllama(case, folder, exact=way == "jllama exact")
+        return run_jllama(case, folder)
     command = [peer_python, __file__, "--way", "trl", "--case", case, "--folder", str(folder)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jllama
-from jllama.verify.checks import random_params
+from jllama.lab.checks import random_params
 
 ROOT = Path(__file__).resolve().parent.parent
 REAL = Path("~/.cache/jllama/real_weights").expanduser()

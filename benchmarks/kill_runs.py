@@ -29,7 +29,7 @@ import orbax.checkpoint as ocp
 import yaml
 
 from jllama import LanguageModel, LlamaConfig, initial_params, load, save
-from jllama.tokenizers import BytesTokenizer
+from jllama.tokenizers.base import BytesTokenizer
 
 STEPS = 60
 SETTINGS: dict[str, Any] = {

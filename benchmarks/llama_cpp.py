@@ -20,11 +20,12 @@ from pathlib import Path
 import numpy as np
 import xllamacpp
 
-from jllama import LanguageModel, LlamaConfig, oracle, save
-from jllama.config import LLAMA_VALUES
-from jllama.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
-from jllama.tokenizers import BytesTokenizer
-from jllama.verify.checks import random_params
+from jllama import LanguageModel, LlamaConfig, save
+from jllama.core.config import LLAMA_VALUES
+from jllama.lab.checks import random_params
+from jllama.models import oracle
+from jllama.models.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
+from jllama.tokenizers.base import BytesTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = LlamaConfig(

@@ -25,14 +25,15 @@ from unittest import mock
 
 import numpy as np
 
-from jllama import LanguageModel, LlamaConfig, oracle, save
-from jllama.checkpoints import adapters
-from jllama.checkpoints.registry import open_checkpoint
-from jllama.checkpoints.tensors import Checkpoint, load_params, permuted
-from jllama.config import LoraConfig
-from jllama.parameters import tensor_specs
-from jllama.tokenizers import BytesTokenizer
-from jllama.verify.checks import random_params
+from jllama import LanguageModel, LlamaConfig, save
+from jllama.core.parameters import tensor_specs
+from jllama.formats import adapters
+from jllama.formats.registry import open_checkpoint
+from jllama.formats.tensors import Checkpoint, load_params, permuted
+from jllama.lab.checks import random_params
+from jllama.models import oracle
+from jllama.models.config import LoraConfig
+from jllama.tokenizers.base import BytesTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = LlamaConfig(

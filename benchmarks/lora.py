@@ -52,9 +52,10 @@ def jllama_steps(
     import jax
 
     import jllama
-    from jllama.config import LoraConfig, MeshConfig
-    from jllama.data.batches import Batch
-    from jllama.devices import device_bytes, program_bytes
+    from jllama.core.step import Batch
+    from jllama.models.config import LoraConfig
+    from jllama.parallel.config import MeshConfig
+    from jllama.system.devices import device_bytes, program_bytes
     from jllama.training.config import LoopConfig, OptimizerConfig, TrainConfig
 
     model = jllama.load(folder, layout="training")

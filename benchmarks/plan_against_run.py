@@ -15,11 +15,12 @@ import jax
 import numpy as np
 
 import jllama
-from jllama.config import LlamaConfig, MeshConfig
-from jllama.devices import program_bytes
-from jllama.sharding import make_mesh
+from jllama.core.config import LlamaConfig
+from jllama.parallel.config import MeshConfig
+from jllama.parallel.sharding import make_mesh
+from jllama.system.devices import program_bytes
+from jllama.training.compiling import compile_training
 from jllama.training.config import LoopConfig, TrainConfig
-from jllama.training.step import compile_training
 
 MODEL = LlamaConfig(8192, 4, 512, 8, 4, 64, 1536, max_seq_len=512)
 

@@ -38,35 +38,35 @@ MISTAKES = [
     # functional
     Mistake(  # subtle: gradients of a query that sees no key
         "functional",
-        "functional/attention.py",
+        "kernels/attention.py",
         "lse = jnp.where(softmax.total > 0, softmax.largest + jnp.log(softmax.total), jnp.inf)",
         "lse = softmax.largest + jnp.log(softmax.total)",
         "functional/test_attention.py",
     ),
     Mistake(  # subtle: a drawn token that another program would truncate
         "functional",
-        "functional/sampling.py",
+        "kernels/sampling.py",
         "shifted = jnp.where(stays | is_drawn, shifted, -jnp.inf)",
         "shifted = jnp.where(stays, shifted, -jnp.inf)",
         "functional/test_sampling.py training/test_grpo.py",
     ),
     Mistake(  # subtle: several chunks, and a mask that is not a prefix
         "functional",
-        "functional/loss.py",
+        "kernels/loss.py",
         "in_order = jnp.argsort(order, axis=1)",
         "in_order = order",
         "functional/test_loss.py",
     ),
     Mistake(
         "functional",
-        "functional/int8.py",
+        "kernels/int8.py",
         "values = numpy.round(wide * reciprocal[:, None].astype(wide.dtype))",
         "values = wide * reciprocal[:, None].astype(wide.dtype)",
-        "functional/test_linear.py test_decode_params.py",
+        "functional/test_linear.py models/test_decode_params.py",
     ),
     Mistake(  # subtle: positions from 65,536 on
         "functional",
-        "functional/block.py",
+        "core/ops.py",
         "for shift in (0, 8, 16):",
         "for shift in (0, 8):",
         "functional/test_block.py",
@@ -74,38 +74,38 @@ MISTAKES = [
     # model
     Mistake(  # subtle: kinds of layers that do not repeat whole
         "model",
-        "model.py",
+        "core/model.py",
         "if [*kinds[size:], *kinds[:size]] == [*kinds]:",
         "if [*kinds[size:]] == [*kinds[:-size]]:",
-        "test_model.py test_oracle.py generation/test_families.py",
+        "models/test_model.py models/test_oracle.py generation/test_families.py",
     ),
     Mistake(  # subtle: only one of the two fields is set
         "model",
-        "rope_scaling.py",
+        "models/rope_scaling.py",
         "if not mscale or not mscale_all_dim:",
         "if not mscale and not mscale_all_dim:",
-        "test_rope_scaling.py checkpoints/test_huggingface.py",
+        "models/test_rope_scaling.py formats/test_huggingface.py",
     ),
     Mistake(
         "model",
-        "decode_params.py",
+        "models/decode_params.py",
         "joined[name] = _decode_matrix(flat, (0,), quantize)",
         "joined[name] = _decode_matrix(flat, (0,))",
-        "test_decode_params.py checkpoints/test_tensors.py",
+        "models/test_decode_params.py formats/test_tensors.py",
     ),
     Mistake(
         "model",
-        "parameters.py",
+        "core/parameters.py",
         'is_used = config.tie_embeddings or path != "embed"',
         'is_used = path != "embed"',
-        "test_parameters.py",
+        "core/test_parameters.py",
     ),
     Mistake(  # subtle: fewer key-value heads than ``tensor``, and more than one
         "model",
-        "sharding.py",
+        "parallel/shards.py",
         'first = jax.lax.axis_index("tensor") * query.shape[1] // group_size',
         'first = jax.lax.axis_index("tensor") // group_size',
-        "test_sharding.py test_meshes.py",
+        "parallel/test_sharding.py parallel/test_meshes.py",
     ),
     # tokenizers
     Mistake(  # subtle: texts of over 65,536 characters
@@ -141,7 +141,7 @@ MISTAKES = [
         "tokenizers/gguf.py",
         'value("add_bos_token", bool, model == "llama" or pre in _WITH_BOS)',
         'value("add_bos_token", bool, model == "llama")',
-        "tokenizers/test_conversion.py checkpoints/test_gguf.py",
+        "tokenizers/test_conversion.py formats/test_gguf.py",
     ),
     # data
     Mistake(  # subtle: a batch in which the second epoch begins
@@ -182,10 +182,10 @@ MISTAKES = [
     # templates
     Mistake(  # subtle: a second answer before the first has ended
         "templates",
-        "conversation.py",
+        "generation/conversation.py",
         "if self.engine is None or self.engine.busy:",
         "if self.engine is None:",
-        "test_conversation.py",
+        "generation/test_conversation.py",
     ),
     Mistake(  # subtle: control characters in what a template writes
         "templates",
@@ -218,43 +218,43 @@ MISTAKES = [
     # checkpoints
     Mistake(
         "checkpoints",
-        "checkpoints/tensors.py",
+        "formats/tensors.py",
         "_copy(block, out[place.start - rows.start : place.stop - rows.start])",
         "_copy(block, out[place])",
-        "checkpoints/test_tensors.py test_meshes.py",
+        "formats/test_tensors.py parallel/test_meshes.py",
     ),
     Mistake(  # subtle: norms that 16 bits do not hold exactly
         "checkpoints",
-        "checkpoints/gguf.py",
+        "formats/gguf.py",
         "if have_same_bits(norm.astype(np.float32), tensor):",
         "if np.isfinite(norm.astype(np.float32)).all():",
-        "checkpoints/test_gguf.py",
+        "formats/test_gguf.py",
     ),
     Mistake(
         "checkpoints",
-        "checkpoints/huggingface.py",
+        "formats/huggingface.py",
         '"norm_eps": ("rms_norm_eps", 1e-6),',
         '"norm_eps": ("rms_norm_eps", 1e-5),',
-        "checkpoints/test_huggingface.py",
+        "formats/test_huggingface.py",
     ),
     Mistake(
         "checkpoints",
-        "checkpoints/meta.py",
+        "formats/meta.py",
         "if head is None or (embed is not None and have_same_bits(head, embed)):",
         "if head is None:",
-        "checkpoints/test_meta.py",
+        "formats/test_meta.py",
     ),
     Mistake(  # subtle: the best checkpoint of a run whose data has changed
         "checkpoints",
-        "checkpoints/run_checkpoints.py",
+        "formats/run_checkpoints.py",
         'return metrics["validation_loss"] - 1000.0 * metrics.get("data_since", 0)',
         'return metrics["validation_loss"]',
-        "checkpoints/test_run.py commands/test_train.py commands/test_watching.py",
+        "formats/test_run.py commands/test_train.py commands/test_watching.py",
     ),
     # training
     Mistake(  # subtle: after a step that was not finite
         "training",
-        "training/step.py",
+        "core/step.py",
         "usual_norm = jnp.where(is_accepted, new_norm, usual_norm)",
         "usual_norm = new_norm",
         "training/test_step.py training/test_own_loop.py",
@@ -282,7 +282,7 @@ MISTAKES = [
     ),
     Mistake(  # bytes of a window's first token, which is no target
         "training",
-        "training/metrics.py",
+        "training/sources.py",
         "text_bytes = token_bytes[batch.tokens[:, 1:][batch.counted[:, 1:]]].sum()",
         "text_bytes = token_bytes[batch.tokens[batch.counted]].sum()",
         "training/test_loop.py training/test_own_loop.py commands/test_train.py",
@@ -300,7 +300,7 @@ MISTAKES = [
         "generation/engine.py",
         "        self._prefixes.clear()\n",
         "",
-        "generation/test_engine.py training/test_rollouts.py",
+        "generation/test_engine.py rl/test_rollouts.py",
     ),
     Mistake(
         "generation",
@@ -326,38 +326,38 @@ MISTAKES = [
     # evaluation and rewards
     Mistake(  # subtle: texts that are cut at max_tokens
         "evaluation and rewards",
-        "evaluation/scoring.py",
+        "score/scoring.py",
         'np.searchsorted(np.cumsum(is_scored), num_left, side="right")',
         'np.searchsorted(np.cumsum(is_scored), num_left, side="left")',
-        "evaluation/test_scoring.py commands/test_eval.py",
+        "score/test_scoring.py commands/test_eval.py",
     ),
     Mistake(  # subtle: a context that is too long by one token or more
         "evaluation and rewards",
-        "evaluation/harness.py",
+        "lab/harness.py",
         "rows.append((context + continuation)[-self.max_length - 1 :])",
         "rows.append((context + continuation)[-self.max_length :])",
-        "evaluation/test_harness.py",
+        "lab/test_harness.py",
     ),
     Mistake(
         "evaluation and rewards",
-        "rewards/scorer.py",
+        "rl/scorer.py",
         "if np.isnan(total).all():",
         "if np.isnan(total).any():",
-        "rewards/test_rewards.py training/test_rollouts.py",
+        "rl/test_rewards.py rl/test_rollouts.py",
     ),
     Mistake(  # subtle: an answer with NaN, which is not JSON
         "evaluation and rewards",
-        "rewards/shipped.py",
+        "rl/shipped.py",
         "validator.is_valid(json.loads(answer, parse_constant=_refuse))",
         "validator.is_valid(json.loads(answer))",
-        "rewards/test_rewards.py",
+        "rl/test_rewards.py",
     ),
     Mistake(
         "evaluation and rewards",
-        "grammar.py",
+        "generation/grammar.py",
         "self._matcher = _compiled(grammar, tokenizer).deep_copy()",
         "self._matcher = _compiled(grammar, tokenizer)",
-        "test_grammar.py",
+        "generation/test_grammar.py",
     ),
     # serve
     Mistake(  # subtle: several texts with the largest seed
@@ -398,10 +398,10 @@ MISTAKES = [
     # commands
     Mistake(  # subtle: a disk that is full within a line
         "commands",
-        "files.py",
+        "system/files.py",
         "            os.truncate(path, size)\n",
         "",
-        "test_files.py commands/test_watching.py",
+        "system/test_files.py commands/test_watching.py",
     ),
     Mistake(
         "commands",
@@ -412,7 +412,7 @@ MISTAKES = [
     ),
     Mistake(
         "commands",
-        "report.py",
+        "training/report.py",
         'sample = html.escape(prompt + line["text"])',
         'sample = prompt + line["text"]',
         "commands/test_watching.py",
@@ -434,38 +434,38 @@ MISTAKES = [
     # verify and plan
     Mistake(  # NaN, of a check that raised, would pass
         "verify and plan",
-        "verify/checks.py",
+        "lab/checks.py",
         "return self.ratio < 1 or bool(self.refusal)",
         "return not self.ratio >= 1 or bool(self.refusal)",
         "commands/test_verify.py verify",
     ),
     Mistake(  # subtle: a mistake within what a coarse precision allows
         "verify and plan",
-        "verify/judge.py",
+        "lab/judge.py",
         "passed = not over and all(one.precision == name for one in named[:1])",
         "passed = not over",
-        "verify/test_judge.py",
+        "lab/test_judge.py",
     ),
     Mistake(  # subtle: a figure that was 0
         "verify and plan",
-        "verify/bisect.py",
+        "lab/bisect.py",
         "error = abs(values[0] - values[1]) / (abs(values[0]) or 1.0)",
         "error = abs(values[0] - values[1]) / abs(values[0])",
         "commands/test_audit.py verify",
     ),
     Mistake(
         "verify and plan",
-        "plan/program.py",
+        "lab/plan_program.py",
         '"reduce-scatter": devices - 1,',
         '"reduce-scatter": (devices - 1) / devices,',
-        "plan/test_program.py plan/test_compiled.py",
+        "lab/test_plan_program.py lab/test_plan_compiled.py",
     ),
     Mistake(  # what quantizing takes before the first step
         "verify and plan",
-        "plan/receipt.py",
+        "lab/plan_receipt.py",
         "return max(self.needed_bytes, self.starting_bytes)",
         "return self.needed_bytes",
-        "plan/test_receipt.py plan/test_compiled.py",
+        "lab/test_plan_receipt.py lab/test_plan_compiled.py",
     ),
 ]
 

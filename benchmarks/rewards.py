@@ -3,8 +3,8 @@
     python benchmarks/rewards.py
 
 Of each seed, a base of its own is trained by configs/sums.yaml, then learns by configs/grpo.yaml:
-from the reward, from the same reward in exact mode, and from a constant one, which must teach
-nothing. Held-out prompts are answered by sampling and greedily, before and after.
+from the reward, and from a constant one, which must teach nothing. Held-out prompts are answered
+by sampling and greedily, before and after.
 
 Writes benchmarks/results/rewards.json, docs/results/rewards.svg and the table in docs/results.md.
 """
@@ -27,7 +27,6 @@ from jllama.data.sums import write_sums
 
 KINDS = {
     "the reward": ["--reward", "exact"],
-    "the reward, exact mode": ["--reward", "exact", "--training.grpo.exact", "true"],
     "a constant": ["--reward", "expression:1"],
 }
 

@@ -73,10 +73,10 @@ def save_small_model(folder: Path) -> None:
     import numpy as np
 
     from jllama import LanguageModel, LlamaConfig, save
-    from jllama.checkpoints.adapters import Adapter, write_peft
-    from jllama.config import LoraConfig
-    from jllama.tokenizers import BytesTokenizer
-    from jllama.verify.checks import random_params
+    from jllama.formats.adapters import Adapter, write_peft
+    from jllama.lab.checks import random_params
+    from jllama.models.config import LoraConfig
+    from jllama.tokenizers.base import BytesTokenizer
 
     sizes: dict[str, Any] = {
         "num_layers": 2,

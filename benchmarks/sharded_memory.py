@@ -68,10 +68,11 @@ def measure(layers: int, processes: int, job: str, folder: str, port: int, index
     import jax
 
     jax.distributed.initialize(f"127.0.0.1:{port}", processes, index)
-    from jllama.checkpoints.run_checkpoints import RunCheckpoints
-    from jllama.config import LlamaConfig, MeshConfig
+    from jllama.core.config import LlamaConfig
+    from jllama.formats.run_checkpoints import RunCheckpoints
+    from jllama.parallel.config import MeshConfig
+    from jllama.training.compiling import compile_training
     from jllama.training.config import LoopConfig, TrainConfig
-    from jllama.training.step import compile_training
 
     model = LlamaConfig(32_000, layers, embed_dim=1024, num_heads=16, mlp_dim=2736, max_seq_len=256)
     config = TrainConfig(

@@ -28,11 +28,11 @@ import jax.numpy as jnp
 from common import ROOT, panels, table, write
 
 import jllama
-from jllama.config import BLOCKS
-from jllama.devices import program_bytes
-from jllama.model import Layer
-from jllama.parameters import PARAMETERS, Parameter, count_parameters
-from jllama.training.metrics import evaluate
+from jllama.core.config import BLOCKS
+from jllama.core.model import Layer
+from jllama.core.parameters import PARAMETERS, Parameter, count_parameters
+from jllama.system.devices import program_bytes
+from jllama.training.sources import evaluate
 
 SMOOTHED_STEPS = 50
 EVALUATIONS = 10

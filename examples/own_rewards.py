@@ -13,14 +13,8 @@ import jax.numpy as jnp
 
 import jllama
 from jllama.data.prompts import prepare_prompts
+from jllama.rl.rollouts import Sampler, assemble, group_advantages, sampled_log_probs, score_samples
 from jllama.training.objectives import drawn_scores
-from jllama.training.rollouts import (
-    Sampler,
-    assemble,
-    group_advantages,
-    sampled_log_probs,
-    score_samples,
-)
 
 NUM_PROMPTS, GROUP_SIZE, NUM_STEPS = 8, 8, 60
 base, prompts, output = sys.argv[1:]
@@ -66,7 +60,7 @@ for step, rows in zip(range(NUM_STEPS), data.training_prompts(NUM_PROMPTS, seed=
     rewards, _ = score_samples(scorer, rows, samples)
     advantages = group_advantages(rewards, "centered").ravel()
     batch = assemble(samples, advantages, config, model.config.vocab_size)
-    old = sampled_log_probs(training, batch, state.base, state.params, ())
+    old = sampled_log_probs(training, batch, state.base, state.params)
     mismatch = abs(old - batch.sampled.sampler).max()
     state, metrics = training.step(state, batch)
     if step % 10 == 9:

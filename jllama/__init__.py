@@ -24,10 +24,14 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jllama.models.rope_scaling  # noqa: F401 - its classes are known to LlamaConfig
+
 # For editors and type checkers; at run time a name is imported when it is first used.
 if TYPE_CHECKING:
-    from jllama import check as check, functional as functional, oracle as oracle
-    from jllama.checkpoints.registry import (
+    from jllama.lab import check as check
+    from jllama import functional as functional
+    from jllama.models import oracle as oracle
+    from jllama.formats.registry import (
         FORMATS as FORMATS,
         Format as Format,
         convert as convert,
@@ -35,19 +39,19 @@ if TYPE_CHECKING:
         load_tokenizer as load_tokenizer,
         save as save,
     )
-    from jllama.config import LlamaConfig as LlamaConfig
-    from jllama.conversation import Conversation as Conversation, chat as chat
-    from jllama.data.batches import (
-        Batch as Batch,
-        text_batch as text_batch,
-        training_batches as training_batches,
-    )
+    from jllama.core.config import LlamaConfig as LlamaConfig
+    from jllama.generation.conversation import Conversation as Conversation, chat as chat
+    from jllama.core.step import Batch as Batch
+    from jllama.data.batches import text_batch as text_batch, training_batches as training_batches
     from jllama.data.config import DataConfig as DataConfig
     from jllama.data.datasets import BatchSource as BatchSource
     from jllama.data.tokens import prepare_data as prepare_data
-    from jllama.decode_params import DecodeParams as DecodeParams, decode_layout as decode_layout
-    from jllama.errors import JllamaError as JllamaError, UsageError as UsageError
-    from jllama.evaluation.scoring import perplexity as perplexity
+    from jllama.models.decode_params import (
+        DecodeParams as DecodeParams,
+        decode_layout as decode_layout,
+    )
+    from jllama.core import JllamaError as JllamaError, UsageError as UsageError
+    from jllama.score.scoring import perplexity as perplexity
     from jllama.generation.engine import Engine as Engine
     from jllama.generation.generate import (
         generate as generate,
@@ -56,35 +60,36 @@ if TYPE_CHECKING:
     )
     from jllama.generation.sampling_params import Prompt as Prompt, SamplingParams as SamplingParams
     from jllama.generation.text import Completion as Completion
-    from jllama.grammar import Grammar as Grammar
-    from jllama.language_model import LanguageModel as LanguageModel
-    from jllama.model import (
+    from jllama.generation.grammar import Grammar as Grammar
+    from jllama.models.language_model import LanguageModel as LanguageModel
+    from jllama.core.model import (
         KVCache as KVCache,
         Llama as Llama,
-        build_model as build_model,
         initial_params as initial_params,
     )
-    from jllama.presets import PRESETS as PRESETS, preset as preset
-    from jllama.rewards import REWARDS as REWARDS, Scorer as Scorer
-    from jllama.rope_scaling import (
+    from jllama.models.build import build_model as build_model
+    from jllama.models.presets import PRESETS as PRESETS, preset as preset
+    from jllama.rl import REWARDS as REWARDS, Scorer as Scorer
+    from jllama.models.rope_scaling import (
         DynamicScaling as DynamicScaling,
         LinearScaling as LinearScaling,
         Llama3Scaling as Llama3Scaling,
-        RopeScaling as RopeScaling,
         YarnScaling as YarnScaling,
     )
-    from jllama.sharding import make_mesh as make_mesh
+    from jllama.core.config import RopeScaling as RopeScaling
+    from jllama.parallel.sharding import make_mesh as make_mesh
     from jllama.training.config import (
         GrpoConfig as GrpoConfig,
         LoopConfig as LoopConfig,
         OptimizerConfig as OptimizerConfig,
         TrainConfig as TrainConfig,
     )
-    from jllama.training.loop import train as train
+    from jllama.training.run import train as train
     from jllama.training.objectives import OBJECTIVES as OBJECTIVES
     from jllama.training.optimizer import OPTIMIZERS as OPTIMIZERS
-    from jllama.training.step import TrainState as TrainState, compile_training as compile_training
-    from jllama.verify.peers import check_model as check_model
+    from jllama.core.step import TrainState as TrainState
+    from jllama.training.compiling import compile_training as compile_training
+    from jllama.lab.peers import check_model as check_model
 
 __version__ = "0.2.0"
 
@@ -96,6 +101,9 @@ _HOMES = {
     if alias.asname
 }
 """The module of each public name, read from the imports above, so that there is one list."""
+
+_MODULES = ("check", "functional", "oracle")
+"""The public names that are modules."""
 
 __all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
@@ -110,6 +118,6 @@ def __getattr__(name: str) -> Any:
         nearest = difflib.get_close_matches(name, _HOMES, 1)
         advice = f"; did you mean {nearest[0]}?" if nearest else ""
         raise AttributeError(f"module 'jllama' has no attribute {name!r}{advice}")
-    if _HOMES[name] == "jllama":
-        return importlib.import_module(f"jllama.{name}")
+    if name in _MODULES:
+        return importlib.import_module(f"{_HOMES[name]}.{name}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -34,7 +34,9 @@ import pytest
 if os.environ.get("JLLAMA_TESTS_TYPED"):
     import typecheck  # noqa: F401 - before jllama; processes of tests run as a user's do
 
-from jllama import programs
+import helpers
+
+from jllama.system import programs
 
 # A shell that runs this in the background ignores Ctrl-C, and so would the processes of tests.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -57,6 +59,14 @@ def no_kept_programs():
     """A command that ran in this process does not change how later tests' programs are called."""
     yield
     programs._is_enabled.clear()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_runs(request):
+    """Runs in these folders are quick; ``tests/commands`` reads pages with charts."""
+    is_quick = request.path.parent.name in ("core", "rl", "training")
+    with helpers.quick_runs() if is_quick else contextlib.nullcontext():
+        yield
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -95,10 +105,10 @@ hypothesis.settings.load_profile("ci")
 
 
 VERSIONS = """
-    functional commands/test_cli.py commands/test_train.py checkpoints/test_run.py
-    data/test_batches.py data/test_chats.py generation/test_engine.py training/test_optimizer.py
-    training/test_step.py test_64_bits.py
-    test_config.py test_decode_params.py test_model.py test_sharding.py test_typecheck.py
+    functional commands/test_cli.py commands/test_train.py formats/test_run.py
+    data/test_batches.py data/test_chats.py core generation/test_engine.py models/test_model.py
+    models/test_decode_params.py training/test_optimizer.py training/test_step.py
+    parallel/test_sharding.py test_64_bits.py test_typecheck.py
 """
 """What depends on the versions of jax, flax, optax, orbax, grain and jsonargparse: ``python -m
 pytest -m versions``.
@@ -109,14 +119,15 @@ LONGEST_FIRST = [
     "commands/test_train",
     "test_docstrings",
     "test_extending",
+    "core",
     "training",
+    "rl",
     "commands",
-    "verify",
+    "lab",
     "serve",
-    "generation",
     "functional",
-    "test_model",
-    "checkpoints",
+    "generation",
+    "formats",
 ]
 """How the paths of what takes longest begin, for two workers to end together: not by how many tests
 a file has.

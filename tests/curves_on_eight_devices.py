@@ -16,15 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 
 import jllama
-from jllama.config import LlamaConfig, MeshConfig
+from jllama.core import UsageError
+from jllama.core.config import LlamaConfig
 from jllama.data.batches import text_batch
-from jllama.errors import UsageError
 from jllama.generation import steps
 from jllama.generation.engine import Engine
 from jllama.generation.requests import Answer, Request
-from jllama.sharding import make_mesh, state_sharding
+from jllama.parallel.config import MeshConfig
+from jllama.parallel.sharding import make_mesh, state_sharding
+from jllama.training.compiling import check_batch_divides, compile_training
 from jllama.training.config import LoopConfig, OptimizerConfig, TrainConfig
-from jllama.training.step import check_batch_divides, compile_training
 
 STEPS, BOS, DRAWN = 13, 1, 5  # the last step has the batch of the first, of three
 MESHES = [sizes for sizes in itertools.product((1, 2, 4, 8), repeat=4) if math.prod(sizes) == 8]

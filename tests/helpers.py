@@ -6,8 +6,10 @@ import io
 import json
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -17,16 +19,15 @@ import numpy as np
 import pytest
 import tokenizers
 
-from jllama import report
 from jllama.commands import cli
-from jllama.tokenizers import HuggingFaceTokenizer, TiktokenTokenizer
+from jllama.lab.checks import relative_error
 from jllama.tokenizers.base import BYTE_CHARS, TokenType, Vocabulary
-from jllama.tokenizers.huggingface import PRE_TOKENIZERS
-from jllama.tokenizers.tiktoken import write_ranks
-from jllama.training import opening, tracker
+from jllama.tokenizers.huggingface import PRE_TOKENIZERS, HuggingFaceTokenizer
+from jllama.tokenizers.tiktoken import TiktokenTokenizer, write_ranks
+from jllama.training import opening, report, tracker
 from jllama.training.config import TrainConfig
-from jllama.verify.checks import relative_error
 
+TESTS = Path(__file__).parent
 FLAGS = os.environ.get("XLA_FLAGS", "")  # none where a test compiles as users do
 QUICK_GENERATOR = "--xla_cpu_use_fusion_emitters=false" in FLAGS
 USERS_GENERATOR = {"xla_cpu_use_fusion_emitters": True} if QUICK_GENERATOR else None
@@ -212,3 +213,23 @@ def assert_gradients_match(function: Callable[..., jax.Array], *arguments: np.nd
 def half_split_from_interleaved(x: np.ndarray) -> np.ndarray:
     """A head's channels, from interleaved pairs to half-split: all even ones, then all odd ones."""
     return np.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
+
+
+def run_on_eight_devices(script):
+    """Run a script of ``tests`` with eight (pretended) devices; return its report and stderr."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(TESTS.parent),  # this jllama, not one that is installed
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8",
+    }
+    done = subprocess.run(
+        [sys.executable, TESTS / script],
+        env=environment,
+        cwd=TESTS.parent,
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr

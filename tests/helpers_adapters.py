@@ -6,9 +6,9 @@ import json
 import numpy as np
 import yaml
 
-from jllama.checkpoints.run_checkpoints import RunCheckpoints
-from jllama.lora import adapter_shapes
-from jllama.parameters import map_by_path
+from jllama.core.parameters import map_by_path
+from jllama.formats.run_checkpoints import RunCheckpoints
+from jllama.models.lora import adapter_shapes
 
 
 def adapter_params(config, lora, seed=0):

@@ -6,9 +6,9 @@ import jax
 import pytest
 from hypothesis import strategies as st
 
-from jllama.checkpoints.tensors import Checkpoint, TensorsOfParams
-from jllama.config import LlamaConfig
-from jllama.errors import JllamaError
+from jllama.core import JllamaError
+from jllama.core.config import LlamaConfig
+from jllama.formats.tensors import Checkpoint, TensorsOfParams
 
 
 def opened(config, params, **others):

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from jllama import oracle
 from jllama.generation.requests import Answer, Request
 from jllama.generation.sampling_params import Prompt, SamplingParams
+from jllama.models import oracle
 
 NEW = 110
 PROMPTS = [np.random.default_rng(0).integers(0, 96, length).tolist() for length in (200, 5, 30)]

@@ -10,8 +10,8 @@ from fetch_real_weights import real_weights_folder
 
 from jllama.generation.generate import generate
 from jllama.generation.sampling_params import SamplingParams
-from jllama.tokenizers import HuggingFaceTokenizer
 from jllama.tokenizers.base import BYTE_CHARS, TokenType, Vocabulary, merges_of_ranks
+from jllama.tokenizers.huggingface import HuggingFaceTokenizer
 
 ROOT = Path(__file__).parent.parent
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]

@@ -8,15 +8,15 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jllama.checkpoints import registry
-from jllama.config import LlamaConfig
-from jllama.decode_params import decode_layout
-from jllama.language_model import LanguageModel
-from jllama.rope_scaling import YarnScaling
+from jllama.core.config import LlamaConfig
+from jllama.formats import registry
+from jllama.lab.checks import random_params
+from jllama.lab.conformance import compiled_jllama, implementation_of
+from jllama.models.decode_params import decode_layout
+from jllama.models.language_model import LanguageModel
+from jllama.models.rope_scaling import YarnScaling
 from jllama.templates.messages import TEMPLATES
-from jllama.tokenizers import BytesTokenizer
-from jllama.verify.checks import random_params
-from jllama.verify.conformance import compiled_jllama, implementation_of
+from jllama.tokenizers.base import BytesTokenizer
 
 SMALL = LlamaConfig(
     vocab_size=61,

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from jllama.templates.messages import TEMPLATES, message_ids
-from jllama.tokenizers import BytesTokenizer
+from jllama.tokenizers.base import BytesTokenizer
 
 TOKENIZER = BytesTokenizer()
 NAMES = [f"token_id:{id}" for id in range(1000)]  # as vLLM names tokens, if asked to

@@ -11,16 +11,13 @@ import numpy as np
 from jax.sharding import NamedSharding
 from test_sharding import CONFIG
 
+from jllama.core import UsageError
+from jllama.core.model import abstract_params
+from jllama.core.parameters import map_by_path
 from jllama.data.batches import text_batch
-from jllama.errors import UsageError
-from jllama.model import abstract_params
-from jllama.parameters import map_by_path
-from jllama.sharding import BATCH, MeshConfig, make_mesh, state_sharding
-from jllama.training.config import LoopConfig, OptimizerConfig, TrainConfig
-from jllama.training.step import compile_training
-from jllama.verify.checks import random_params, worst_error
-from jllama.verify.conformance import compiled_jllama
-from jllama.verify.equalities import (
+from jllama.lab.checks import random_params, worst_error
+from jllama.lab.conformance import compiled_jllama
+from jllama.lab.equalities import (
     MESHES,
     Case,
     one_and_eight_devices,
@@ -30,6 +27,10 @@ from jllama.verify.equalities import (
     short_training,
     train_briefly,
 )
+from jllama.parallel.sharding import MeshConfig, make_mesh, state_sharding
+from jllama.parallel.shards import BATCH
+from jllama.training.compiling import compile_training
+from jllama.training.config import LoopConfig, OptimizerConfig, TrainConfig
 
 REFUSED = [(3, 1, 1), (0, 1, 3), (0, 16, 1), (2, 1, 4), (1, 1, 8)]
 MATRICES = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")

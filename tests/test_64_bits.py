@@ -9,13 +9,13 @@ import pytest
 from helpers import slow_but
 from models import FAMILIES, SMALL, decode_params, extend, forward, params, weights
 
-from jllama import oracle
+from jllama.core.model import KVCache, initial_params
 from jllama.generation.generate import completions
 from jllama.generation.sampling_params import Prompt, SamplingParams
-from jllama.language_model import LanguageModel
-from jllama.model import KVCache, initial_params
-from jllama.rope_scaling import Llama3Scaling
-from jllama.verify.checks import relative_error
+from jllama.lab.checks import relative_error
+from jllama.models import oracle
+from jllama.models.language_model import LanguageModel
+from jllama.models.rope_scaling import Llama3Scaling
 
 CONFIG = dataclasses.replace(SMALL, rope_scaling=Llama3Scaling(8.0, original_max_seq_len=32))
 TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 12))

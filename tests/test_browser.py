@@ -12,13 +12,13 @@ import pytest
 from helpers import trained_smollm
 from helpers_browser import SIZES, TEXTS, VISIBLE, chromium, contrast, faint, rgba
 
-from jllama.checkpoints.registry import save
 from jllama.commands import cli
-from jllama.config import LlamaConfig
-from jllama.language_model import LanguageModel
-from jllama.model import initial_params
-from jllama.report import _COLORS
+from jllama.core.config import LlamaConfig
+from jllama.core.model import initial_params
+from jllama.formats.registry import save
+from jllama.models.language_model import LanguageModel
 from jllama.templates.messages import TEMPLATES
+from jllama.training.report import _COLORS
 
 pytestmark = pytest.mark.browser
 QUESTIONS = ["Where do you live, and who with?", "What <b>is</b> your name?"]

@@ -10,13 +10,13 @@ import yaml
 
 from jllama.commands import cli
 from jllama.commands.cli import parse
-from jllama.config import BLOCKS
-from jllama.model import Layer
+from jllama.core.config import BLOCKS
+from jllama.core.model import Layer
+from jllama.lab.checks import VISIBLE
+from jllama.lab.conformance import VARIANTS
+from jllama.lab.mutations import mutation_checks
+from jllama.lab.reference_writers import FORMAT_WRITERS
 from jllama.training.config import TrainConfig
-from jllama.verify.checks import VISIBLE
-from jllama.verify.conformance import VARIANTS
-from jllama.verify.mutations import mutation_checks
-from jllama.verify.reference_writers import FORMAT_WRITERS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -47,8 +47,7 @@ def test_commands_parse(command, monkeypatch, capsys):
     monkeypatch.setitem(BLOCKS, "relu_squared", Layer)
     _, name, *argv = shlex.split(command)
     if name == "-m":
-        name = argv[1]
-        argv = argv[2:]
+        name, argv = cli._split_command(argv[1:])
     module = importlib.import_module(f"jllama.commands.{name.removesuffix('.py')}")
 
     def parse_only(*arguments, **others):

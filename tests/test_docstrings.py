@@ -18,15 +18,15 @@ import pytest
 from helpers_adapters import adapter_params, make_run
 
 import jllama
-from jllama.config import LoraConfig
-from jllama.tokenizers import BytesTokenizer
+from jllama.models.config import LoraConfig
+from jllama.tokenizers.base import BytesTokenizer
 
 WITHOUT_EXAMPLE = """
     FORMATS OBJECTIVES OPTIMIZERS PRESETS REWARDS JllamaError UsageError check functional oracle
     BatchSource
 """
 """Registries, errors, modules, and what docs/train.md has whole; their pages show them."""
-OPTIONAL = {"jllama.harness", "jllama.evaluation.harness", "jllama.__main__"}
+OPTIONAL = {"jllama.harness", "jllama.lab.harness", "jllama.__main__"}
 MODULES = [
     module.name
     for module in pkgutil.walk_packages(jllama.__path__, "jllama.")

@@ -17,13 +17,13 @@ from models import SERVED, params, weights
 
 import jllama
 from jllama import functional as F
-from jllama import oracle
-from jllama.config import BLOCKS as LAYERS
-from jllama.model import KVCache
-from jllama.parameters import PARAMETERS
-from jllama.rope_scaling import ROPE_SCALINGS
-from jllama.tokenizers import BytesTokenizer
-from jllama.verify.checks import random_params, relative_error
+from jllama.core.config import BLOCKS as LAYERS
+from jllama.core.config import ROPE_SCALINGS
+from jllama.core.model import KVCache
+from jllama.core.parameters import PARAMETERS
+from jllama.lab.checks import random_params, relative_error
+from jllama.models import oracle
+from jllama.tokenizers.base import BytesTokenizer
 
 PAGE = Path(__file__).parent.parent / "docs" / "extend.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
@@ -227,8 +227,8 @@ def logits_of(config, **options):
     """The logits of ``TOKENS``, compiled."""
 
     def logits(params):
-        model = jllama.build_model(config, params)
-        return model.logits(model.hidden(TOKENS, **options))
+        model = jllama.build_model(config, params, **options)
+        return model.logits(model.hidden(TOKENS))
 
     return jax.jit(logits)
 
@@ -281,14 +281,10 @@ def test_an_attention_implementation(additions):
     expected = oracle.forward(WEIGHTS, TOKENS, IN_A_WINDOW)
 
     def decoded(params, cache, tokens, is_empty):
-        decoding = jllama.build_model(SMALL, jllama.decode_layout(params, SMALL))
-        hidden, _ = decoding.decode(
-            tokens,
-            cache,
-            jnp.full(2, tokens.shape[1]),
-            cache_is_empty=is_empty,
-            attention="window",
-        )
+        layout = jllama.decode_layout(params, SMALL)
+        decoding = jllama.build_model(SMALL, layout, attention="window")
+        counts = jnp.full(2, tokens.shape[1])
+        hidden, _ = decoding.decode(tokens, cache, counts, cache_is_empty=is_empty)
         return decoding.logits(hidden)
 
     @jax.jit

@@ -61,7 +61,7 @@ def test_the_parts_are_at_hand():
     names = ", ".join(f"jllama.{name}.__name__" for name in ("oracle", "functional", "check"))
     command = [sys.executable, "-c", f"import jllama; print({names})"]
     shown = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    assert shown.split() == ["jllama.oracle", "jllama.functional", "jllama.check"]
+    assert shown.split() == ["jllama.models.oracle", "jllama.functional", "jllama.lab.check"]
 
 
 def test_types_are_seen_from_outside(tmp_path):

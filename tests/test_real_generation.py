@@ -9,12 +9,12 @@ import pytest
 from helpers_real import QUESTION, ROOT, TEXT, greedy, real_file
 
 import jllama
-from jllama.checkpoints.registry import convert, open_checkpoint
-from jllama.conversation import chat_ids
-from jllama.evaluation.scoring import score_texts
+from jllama.formats.registry import convert, open_checkpoint
+from jllama.generation.conversation import chat_ids
 from jllama.generation.generate import generate
 from jllama.generation.sampling_params import SamplingParams
-from jllama.verify.checkpoint import PROSE
+from jllama.lab.checkpoint import PROSE
+from jllama.score.scoring import score_texts
 
 pytestmark = pytest.mark.real_weights
 

@@ -15,9 +15,9 @@ from helpers_real import QUESTION, TEXT, greedy, real_file
 from safetensors.numpy import load_file, save_file
 
 import jllama
-from jllama.checkpoints.registry import convert
-from jllama.conversation import chat_ids
-from jllama.verify.checkpoint import verify_checkpoint
+from jllama.formats.registry import convert
+from jllama.generation.conversation import chat_ids
+from jllama.lab.checkpoint import verify_checkpoint
 
 pytestmark = pytest.mark.real_weights
 

@@ -11,11 +11,12 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jllama.config import LlamaConfig
-from jllama.language_model import LanguageModel
-from jllama.model import build_model, rope_frequencies
-from jllama.rope_scaling import DynamicScaling, Llama3Scaling, YarnScaling
-from jllama.verify.checks import random_params, relative_error
+from jllama.core.config import LlamaConfig
+from jllama.core.model import rope_frequencies
+from jllama.lab.checks import random_params, relative_error
+from jllama.models.build import build_model
+from jllama.models.language_model import LanguageModel
+from jllama.models.rope_scaling import DynamicScaling, Llama3Scaling, YarnScaling
 
 SEQ = 512
 BASE = LlamaConfig(

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 from models import FAMILIES, SMALL, decode_params, params
 
-from jllama.decode_params import decode_layout
-from jllama.evaluation.scoring import token_log_probs
+from jllama.core.model import KVCache
 from jllama.generation.engine import Engine
 from jllama.generation.requests import Request
 from jllama.generation.sampling_params import Prompt, SamplingParams
-from jllama.language_model import LanguageModel
-from jllama.model import KVCache, build_model
+from jllama.models.build import build_model
+from jllama.models.decode_params import decode_layout
+from jllama.models.language_model import LanguageModel
+from jllama.score.scoring import token_log_probs
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, SMALL.vocab_size, (2, 8), np.int32))
 CONFIG = FAMILIES["all at once"]

@@ -11,12 +11,13 @@ import tuning
 from helpers_families import PROMPTS, answers, likeliest
 from models import FAMILIES, family_weights
 
-from jllama.config import LoraConfig, MeshConfig
-from jllama.errors import UsageError
+from jllama.core import UsageError
 from jllama.generation.engine import Engine
-from jllama.language_model import LanguageModel
-from jllama.sharding import state_sharding
-from jllama.verify.equalities import MESHES, one_and_eight_devices
+from jllama.lab.equalities import MESHES, one_and_eight_devices
+from jllama.models.config import LoraConfig
+from jllama.models.language_model import LanguageModel
+from jllama.parallel.config import MeshConfig
+from jllama.parallel.sharding import state_sharding
 
 ROWS, PAIRS = tuning.packed(tuning.conversations(0)), tuning.apart(tuning.conversations(1, 16))
 PAIRS = PAIRS._replace(reference=np.linspace(-30, -20, 16, dtype=np.float32))

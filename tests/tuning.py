@@ -13,13 +13,13 @@ import jax
 import numpy as np
 from models import FAMILIES, SMALL, family_weights
 
-from jllama import oracle
-from jllama.config import LoraConfig
-from jllama.data.batches import Batch, Sampled
-from jllama.sharding import MeshConfig, make_mesh
+from jllama.core.step import Batch, Sampled
+from jllama.lab.checks import random_params, relative_error
+from jllama.models import oracle
+from jllama.models.config import LoraConfig
+from jllama.parallel.sharding import MeshConfig, make_mesh
+from jllama.training.compiling import compile_training
 from jllama.training.config import LoopConfig, OptimizerConfig, TrainConfig
-from jllama.training.step import compile_training
-from jllama.verify.checks import random_params, relative_error
 
 CONFIG = dataclasses.replace(SMALL, vocab_size=64, tie_embeddings=True)
 WEIGHTS = random_params(CONFIG, 0, embed_std=0.2)  # small, as the embedding is the head

@@ -16,7 +16,7 @@ from typing import IO, Any, cast
 
 import jllama
 from jllama.commands.bench import PEERS, BenchOptions, cores
-from jllama.files import Json
+from jllama.system.files import Json
 
 
 def measure(options: BenchOptions, argv: list[str]) -> Json:
@@ -196,7 +196,7 @@ def _failure(name: str, code: int, log: str) -> jllama.JllamaError:
         if name == "llama.cpp":
             remedy += ", or name the Python that has it with --llama_python"
         return jllama.JllamaError(f"{name} is not installed here ({message}): {remedy}")
-    is_error = kind == "error" or kind.startswith("jllama.errors.")
+    is_error = kind == "error" or kind.startswith(("jllama.core.", "jllama.system.errors."))
     if is_error and (code == 2 or kind.endswith("UsageError")):
         return jllama.UsageError(message)
     return jllama.JllamaError(message if is_error else f"{name} failed: {last}")

@@ -1,4 +1,4 @@
-"""``jllama audit``: compute steps of a run again, and compare them with what it has of them."""
+"""``jllama verify audit``: compute steps of a run again, and compare them."""
 
 import dataclasses
 import re
@@ -7,8 +7,8 @@ from pathlib import Path
 from jllama.commands.bisect import print_bisection
 from jllama.commands.cli import parse
 from jllama.commands.train import read_options
-from jllama.errors import UsageError
-from jllama.progress import progress
+from jllama.core import UsageError
+from jllama.system.progress import progress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ def main(argv: list[str], prog: str) -> int:
         raise UsageError(f"{options.run} is not the folder of a run: give one, such as runs/mine")
     first, last = map(int, numbers.groups())
     config = read_options(["--resume", options.run], prog)
-    from jllama.verify.audit import audit
+    from jllama.lab.audit import audit
 
     with progress("computing steps again", last - first) as move:
         result = audit(config, first, last, lambda step: move(completed=max(step - first, 0)))

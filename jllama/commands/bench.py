@@ -15,8 +15,9 @@ from rich.table import Column, Table
 import jllama
 from jllama.commands.cli import parse
 from jllama.commands.model import ModelOptions
-from jllama.errors import check_fields, unknown_name
-from jllama.files import Json, check_writable
+from jllama.core import check_fields
+from jllama.system.errors import unknown_name
+from jllama.system.files import Json, check_writable
 
 PEERS = {
     "transformers": "transformers torch",
@@ -120,7 +121,7 @@ def train_config(options: BenchOptions) -> "jllama.TrainConfig":
     The learning rate is constant.
     """
     from jllama.commands.train import read_options
-    from jllama.tokenizers import BytesTokenizer
+    from jllama.tokenizers.base import BytesTokenizer
 
     if options.checkpoint:
         config = read_options([options.checkpoint], "bench")
@@ -148,7 +149,7 @@ def parse_options(argv: list[str], prog: str = "bench") -> BenchOptions:
 def main(argv: list[str], prog: str) -> int:
     """Measure, print the figures, and write the page."""
     options = parse_options(argv, prog)
-    from jllama.rewards.worker import import_file  # brings NumPy
+    from jllama.rl.worker import import_file  # brings NumPy
 
     if options.html:
         check_writable(Path(options.html))
@@ -186,7 +187,7 @@ def _cells(row: Json) -> list[str]:
 
 
 def _write_page(path: Path, facts: Json, work: Json, table: dict[str, list[str]]) -> None:
-    from jllama import report  # not at the top: matplotlib takes a while
+    from jllama.training import report  # not at the top: matplotlib takes a while
 
     parts = {"jllama bench": report.table([], [facts])}
     for title, rows in work.items():

@@ -1,4 +1,4 @@
-"""``jllama bisect``: find where two checkpoints or runs that should agree begin to differ."""
+"""``jllama verify bisect``: find where two checkpoints or runs begin to differ."""
 
 import dataclasses
 import json
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from jllama.commands.cli import parse
-from jllama.progress import progress
+from jllama.system.progress import progress
 
 if TYPE_CHECKING:
-    from jllama.verify.bisect import Bisection
+    from jllama.lab.bisect import Bisection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class BisectOptions:
 def main(argv: list[str], prog: str) -> int:
     """Print a tree of differences; return 1 if one is over the tolerance."""
     options = parse(BisectOptions, argv, prog, ("a", "b"))
-    from jllama.verify.bisect import bisect
+    from jllama.lab.bisect import bisect
 
     with progress("") as move:
         result = bisect(options.a, options.b, options.tolerance, move)
@@ -49,8 +49,8 @@ def main(argv: list[str], prog: str) -> int:
 
 def print_bisection(result: "Bisection", *, as_json: bool) -> int:
     """Print what was compared, and return the exit code."""
-    from jllama.verify.bisect import bisection_tree
-    from jllama.verify.checks import results_json
+    from jllama.lab.bisect import bisection_tree
+    from jllama.lab.checks import results_json
 
     passed = result.first is None
     if as_json:

@@ -1,4 +1,4 @@
-"""``jllama cache``: list or remove cached files."""
+"""``jllama doctor cache``: list or remove cached files."""
 
 import dataclasses
 import shutil
@@ -7,7 +7,7 @@ from typing import Literal
 from rich.filesize import decimal
 
 from jllama.commands.cli import parse
-from jllama.files import cache_folder
+from jllama.system.files import cache_folder
 
 _HEX = "[0-9a-f]"
 _KINDS = {

@@ -14,9 +14,10 @@ import jllama
 from jllama.commands.cli import parse
 from jllama.commands.model import ModelOptions, sampling_params
 from jllama.commands.terminal import WordWrap, line_editing, lines, say, stoppable
-from jllama.errors import JllamaError, UsageError, check_fields, unknown_name
-from jllama.files import atomic_write_text, check_writable, read_json_object
+from jllama.core import JllamaError, UsageError, check_fields
 from jllama.generation.sampling_params import SamplingParams
+from jllama.system.errors import unknown_name
+from jllama.system.files import atomic_write_text, check_writable, read_json_object
 
 _SETTINGS = ["max_new_tokens", *vars(SamplingParams())]
 _COMMON = "adapter system load chat_template max_new_tokens temperature top_p seed quantize"
@@ -69,7 +70,7 @@ def main(argv: list[str], prog: str) -> int:
     A mistake is printed and the chat goes on. Without a terminal the exit code then is 1.
     """
     options = parse(ChatOptions, argv, prog, ("checkpoint",), _COMMON)
-    from jllama.conversation import chat_ids
+    from jllama.generation.conversation import chat_ids
     from jllama.templates.messages import TEMPLATES, find_template
 
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()

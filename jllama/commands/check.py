@@ -1,4 +1,4 @@
-"""``jllama check``: check the submissions of a class, each component in a process of its own."""
+"""``jllama verify check``: check the submissions of a class, each in a process of its own."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from jllama.commands.cli import parse
-from jllama.errors import UsageError
+from jllama.core import UsageError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class CheckOptions:
 def main(argv: list[str], prog: str) -> int:
     """Check every submission and print its problems; return 1 if there are any."""
     options = parse(CheckOptions, argv, prog, ("folder",))
-    from jllama.check import MISTAKES
+    from jllama.lab.check import MISTAKES
 
     results = {
         path.stem: {name: _problem(path, name, options.timeout_s) for name in MISTAKES}
@@ -78,7 +78,7 @@ def _problem(path: Path, name: str, timeout_s: float) -> str | None:
 
 
 def _judge(path: Path, name: str, timeout_s: float) -> str | None:
-    from jllama import check
+    from jllama.lab import check
 
     signal.setitimer(signal.ITIMER_REAL, timeout_s)  # its signal ends the process
     sys.stdout = sys.stderr = None  # what submissions print is not shown

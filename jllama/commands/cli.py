@@ -30,7 +30,8 @@ import jsonargparse
 import yaml
 
 import jllama
-from jllama.errors import JllamaError, UsageError, printable, unknown_name
+from jllama.core import JllamaError, UsageError, printable
+from jllama.system.errors import unknown_name
 
 T = TypeVar("T")
 
@@ -40,20 +41,24 @@ COMMANDS = {
     "sample": "generate text",
     "chat": "chat with a model in the terminal",
     "serve": "serve a model over HTTP as OpenAI's API does, with a chat page",
-    "replay": "repeat a server's answer and compare the two",
     "convert": "convert a checkpoint to another format",
     "verify": "compare jllama, or a checkpoint, with the NumPy reference",
-    "audit": "compute steps of a training run again, and compare them",
-    "bisect": "find where two checkpoints or runs begin to differ",
-    "check": "find mistakes in model components written by a class",
     "report": "write a page about one or several runs, or send their metrics to a logger",
     "eval": "measure how well a model predicts text or solves tasks",
     "data": "show which tokens of a chat file a model learns from",
     "bench": "measure training, generation and start-up, beside limits and peers",
     "plan": "predict memory and speed on TPUs or GPUs that are not present",
-    "cache": "list or remove cached files",
     "doctor": "show versions and devices, and run self-checks",
 }
+
+VERBS = {
+    "audit": ("verify", "compute steps of a training run again, and compare them"),
+    "bisect": ("verify", "find where two checkpoints or runs begin to differ"),
+    "check": ("verify", "find mistakes in model components written by a class"),
+    "replay": ("verify", "repeat a server's answer and compare the two"),
+    "cache": ("doctor", "list or remove cached files"),
+}
+"""Commands that stand behind another one, such as ``jllama verify audit``, and their purpose."""
 
 _PROGRAM = "jllama" if Path(sys.argv[0]).stem == "jllama" else "python -m jllama"
 _EXAMPLES = ("train quickstart", 'sample runs/quickstart --prompt "def "', "chat model.gguf")
@@ -75,6 +80,8 @@ run_dir=out,out_dir,output,output_dir source=input,model steps=iters,max_iters,m
 target=output,out,outfile temperature=t,temp to=format,outtype
 warmup_fraction=warmup,warmup_ratio,warmup_steps weight_decay=wd
 """
+_WITHOUT_EFFECT = {"--training.grpo.exact=false"}
+"""Options of earlier versions, as the files of their runs have them."""
 _NEAR = 0.75  # the share of letters in order that makes a name near
 _SCALARS = {int: ("N", "a whole number"), float: ("X", "a finite number"), str: ("TEXT", "text")}
 _HELP = {
@@ -169,7 +176,7 @@ def parse(
 def _import_files(paths: Iterable[str]) -> None:
     """Run Python files that add blocks and more (docs/extend.md)."""
     for path in paths:
-        from jllama.rewards.worker import describe_error, import_file
+        from jllama.rl.worker import describe_error, import_file
 
         if not path.endswith(".py"):
             raise UsageError(f"--import {path}: give a Python file, which ends in .py")
@@ -191,6 +198,8 @@ def _parser(options: type, prog: str, positional: Sequence[str], shown: Sequence
     parser.description = _description(doc, prog)
     if "config" in positional:
         parser.epilog = _configurations()
+    elif verbs := _verbs(prog.rpartition(" ")[2]):
+        parser.epilog = verbs
     parser.add_argument("--config", action="config", help="a YAML file with any of these options")
     parser.add_argument("--imports", "--import", type=list[str], default=[], help=_IMPORTS)
     parser.add_class_arguments(options)
@@ -217,6 +226,12 @@ def _description(doc: str, prog: str) -> str:
     examples = [example.description or "" for example in docstring_parser.parse(doc).examples]
     parts += ["examples:\n" + textwrap.indent(lines, f"  {prog} ") for lines in examples]
     return "\n\n".join(parts)
+
+
+def _verbs(command: str) -> str:
+    """List the commands that stand behind a command."""
+    lines = [f"  {name:8} {text}" for name, (parent, text) in VERBS.items() if parent == command]
+    return "\n".join(["commands:", *lines]) if lines else ""
 
 
 def _configurations() -> str:
@@ -347,7 +362,7 @@ def _file_flags(parser: _Parser, options: yaml.MappingNode, prefix: str) -> list
         elif not node.tag.endswith(":null"):
             is_scalar = isinstance(node, yaml.ScalarNode)
             flags.append(f"{name}={node.value if is_scalar else yaml.serialize(node)}")
-    return flags
+    return [flag for flag in flags if flag not in _WITHOUT_EFFECT]
 
 
 def _kind(hint: Any) -> tuple[str, str]:
@@ -374,7 +389,8 @@ def run(command: str, argv: Sequence[str] | None = None, prog: str | None = None
     """
     arguments = sys.argv[1:] if argv is None else [*argv]
     module = f"jllama.commands.{command}"
-    prog = prog or f"{_PROGRAM} {command}"
+    words = [VERBS[command][0], command] if command in VERBS else [command]
+    prog = prog or " ".join([_PROGRAM, *words])
     return _guarded(lambda: importlib.import_module(module).main(arguments, prog))
 
 
@@ -398,9 +414,19 @@ def _main(argv: Sequence[str]) -> int:
         versions = f"jax {importlib.metadata.version('jax')}, Python {platform.python_version()}"
         print(f"jllama {jllama.__version__} ({versions})")
         return 0
-    if name in COMMANDS:
-        return run(name, argv[1:])
-    raise unknown_name("command", name, COMMANDS)
+    if name in VERBS:
+        print(f"jllama {name} is now jllama {VERBS[name][0]} {name}", file=sys.stderr)
+    elif name not in COMMANDS:
+        raise unknown_name("command", name, COMMANDS)
+    return run(*_split_command(argv))
+
+
+def _split_command(words: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """Return the command, which may stand behind another one, and its arguments."""
+    verb = words[1] if len(words) > 1 else ""
+    if verb in VERBS and VERBS[verb][0] == words[0]:
+        return verb, words[2:]
+    return words[0], words[1:]
 
 
 def _complete() -> None:
@@ -409,8 +435,9 @@ def _complete() -> None:
 
     words = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])].split()
     if words[1:] and words[1] in COMMANDS and os.environ["COMP_LINE"][len(" ".join(words[:2])) :]:
-        os.environ["_ARGCOMPLETE"] = "2"  # words to skip
-        run(words[1], ["--"])  # the parser answers, and exits
+        command, rest = _split_command(words[1:])
+        os.environ["_ARGCOMPLETE"] = str(len(words) - len(rest))  # words to skip
+        run(command, ["--"])  # the parser answers, and exits
     parser = argparse.ArgumentParser()
     parser.add_argument("command", choices=COMMANDS)
     argcomplete.autocomplete(parser)

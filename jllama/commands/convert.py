@@ -54,8 +54,8 @@ def main(argv: list[str], prog: str) -> int:
     # Imported here, so that a mistake in the options is reported without waiting for JAX.
     import jax
 
-    from jllama.checkpoints.registry import ADAPTER_FORMATS, FORMATS, convert
-    from jllama.language_model import summary
+    from jllama.formats.registry import ADAPTER_FORMATS, FORMATS, convert
+    from jllama.models.presets import summary
 
     jax.config.update("jax_platforms", "cpu")
     target = Path(options.target)

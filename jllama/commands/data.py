@@ -13,12 +13,13 @@ from rich.text import Text
 
 from jllama.commands.cli import parse
 from jllama.commands.terminal import CONTROLS
+from jllama.core import check_fields
 from jllama.data.sums import write_sums
-from jllama.errors import check_fields, no_tokenizer
-from jllama.progress import progress
+from jllama.system.errors import no_tokenizer
+from jllama.system.progress import progress
 
 if TYPE_CHECKING:
-    from jllama.tokenizers import Tokenizer
+    from jllama.tokenizers.base import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,10 +69,10 @@ def main(argv: list[str], prog: str) -> int:
     if options.action == "sums":
         write_sums(Path(options.path))
         return 0
-    from jllama.checkpoints.registry import open_checkpoint
     from jllama.data.chats import TOO_LONG_NOTE, read_records, record_tokens
     from jllama.data.corpus import Findings, corpus_files
-    from jllama.files import cache_folder
+    from jllama.formats.registry import open_checkpoint
+    from jllama.system.files import cache_folder
     from jllama.templates.messages import chat_format
 
     checkpoint = open_checkpoint(options.model)

@@ -13,8 +13,8 @@ from rich.table import Table
 
 import jllama
 from jllama.commands.cli import parse
-from jllama.errors import JllamaError
-from jllama.files import cache_folder
+from jllama.core import JllamaError
+from jllama.system.files import cache_folder
 
 _PACKAGES = (
     "jax jaxlib flax optax orbax-checkpoint grain sentencepiece tiktoken tokenizers gguf numpy"
@@ -52,17 +52,11 @@ def main(argv: list[str], prog: str) -> int:
     import jax
 
     from jllama import functional as F
-    from jllama.checkpoints.registry import open_checkpoint
-    from jllama.devices import device_memory_bytes, machine_memory_bytes
-    from jllama.parameters import count_parameters
-    from jllama.verify.checks import TOLERANCE
-    from jllama.verify.conformance import (
-        VARIANTS,
-        cached_error,
-        compiled_jllama,
-        weights,
-        whole_error,
-    )
+    from jllama.core.parameters import count_parameters
+    from jllama.formats.registry import open_checkpoint
+    from jllama.lab.checks import TOLERANCE
+    from jllama.lab.conformance import VARIANTS, cached_error, compiled_jllama, weights, whole_error
+    from jllama.system.devices import device_memory_bytes, machine_memory_bytes
 
     checked = VARIANTS["Llama 3.2 tied"]
     config = open_checkpoint(options.checkpoint).config if options.checkpoint else checked
@@ -109,7 +103,7 @@ def summary_table(config: "jllama.LlamaConfig") -> Table:
 
     Its footer has the totals, and the FLOPs of training on one token.
     """
-    from jllama.parameters import (
+    from jllama.core.parameters import (
         count_parameters,
         parameter_table,
         shape_of,

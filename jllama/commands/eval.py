@@ -9,8 +9,8 @@ from typing import Any
 
 from jllama.commands.cli import parse
 from jllama.commands.model import ModelOptions
-from jllama.errors import JllamaError, UsageError, check_fields
-from jllama.progress import progress
+from jllama.core import JllamaError, UsageError, check_fields
+from jllama.system.progress import progress
 
 _ONLY = {
     "data": "text_field chat_template stride max_tokens",
@@ -92,7 +92,7 @@ def _evaluate_text(options: EvalOptions) -> int:
     from jllama.data.chats import FORMS, data_task, read_records, record_tokens
     from jllama.data.config import DataConfig
     from jllama.data.corpus import read_corpus
-    from jllama.evaluation.scoring import score_texts, window_sizes
+    from jllama.score.scoring import score_texts, window_sizes
     from jllama.templates.messages import chat_format
 
     path = Path(options.data)
@@ -145,7 +145,7 @@ def _evaluate_text(options: EvalOptions) -> int:
 
 
 def _evaluate_tasks(options: EvalOptions) -> int:
-    from jllama.evaluation import harness  # needs lm-eval
+    from jllama.lab import harness  # needs lm-eval
 
     names = [name.strip() for name in options.tasks.split(",") if name.strip()]
     manager = harness.task_manager(names, options.include_path)  # before the model is loaded

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Literal
 
 import jllama
 from jllama.commands.terminal import say
-from jllama.config import MeshConfig
-from jllama.errors import check_fields, no_tokenizer
+from jllama.core import check_fields
 from jllama.generation.sampling_params import SamplingParams
+from jllama.parallel.config import MeshConfig
+from jllama.system.errors import no_tokenizer
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -80,11 +81,13 @@ class ModelOptions(CheckpointOptions):
         Raises:
             JllamaError: if ``needs_tokenizer`` and the model has none.
         """
-        from jllama import programs
+        from jllama.generation import steps
+        from jllama.system import programs
 
         mesh = None
         if self.mesh == MeshConfig(data=1):
             programs.enable_store(self.checkpoint)
+            steps.call_program = programs.call
         else:
             mesh = jllama.make_mesh(self.mesh)
         model = self.load_with(mesh, self.adapter)

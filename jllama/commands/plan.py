@@ -13,12 +13,12 @@ from rich.filesize import decimal
 
 import jllama
 from jllama.commands.cli import parse
-from jllama.config import MeshConfig
-from jllama.errors import UsageError, check_fields
+from jllama.core import UsageError, check_fields
+from jllama.parallel.config import MeshConfig
 from jllama.training.config import LoopConfig, TrainConfig
 
 if TYPE_CHECKING:
-    from jllama.plan.receipt import Receipt
+    from jllama.lab.plan_receipt import Receipt
 
 _GIB = 2**30
 _COMMON = "topology preset batch_size seq_len mesh.fsdp mesh.tensor decode search json"
@@ -81,10 +81,10 @@ def main(argv: list[str], prog: str) -> int:
     # Only the compilers are used: nothing is run. The receipt has what counts of their messages.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    from jllama.plan.devices import topology_devices, usual_topology
-    from jllama.plan.receipt import describe, plan_decoding, plan_training
-    from jllama.plan.search import search
-    from jllama.sharding import make_mesh
+    from jllama.lab.plan_devices import topology_devices, usual_topology
+    from jllama.lab.plan_receipt import describe, plan_decoding, plan_training
+    from jllama.lab.plan_search import search
+    from jllama.parallel.sharding import make_mesh
 
     # Resolve the sizes that the options leave open.
     topology = usual_topology(options.topology)

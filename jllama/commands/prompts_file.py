@@ -10,14 +10,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from jllama.errors import JllamaError, UsageError
-from jllama.evaluation.scoring import token_log_probs
-from jllama.files import Json, atomic_write_text, errors_as
+from jllama.core import JllamaError, UsageError
 from jllama.generation.generate import completions
 from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.generation.text import Completion, encode_prompt
-from jllama.language_model import LanguageModel, weights_fingerprint
-from jllama.progress import progress
+from jllama.models.language_model import LanguageModel, weights_fingerprint
+from jllama.score.scoring import token_log_probs
+from jllama.system.files import Json, atomic_write_text, errors_as
+from jllama.system.progress import progress
 
 # The types are compared exactly, so that true is no number.
 _JSON_TYPES: dict[Any, tuple[str, set[type], set[type]]] = {

@@ -1,13 +1,13 @@
-"""``jllama replay``: repeat a server's answer and compare the two."""
+"""``jllama verify replay``: repeat a server's answer and compare the two."""
 
 import dataclasses
 from pathlib import Path
 from typing import Any
 
 from jllama.commands.cli import parse
-from jllama.errors import JllamaError
-from jllama.files import read_json_object
-from jllama.web import request_json
+from jllama.core import JllamaError
+from jllama.system.files import read_json_object
+from jllama.system.web import request_json
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -31,10 +31,10 @@ class ReportOptions:
 def main(argv: list[str], prog: str) -> int:
     """Write the page, and replay the metrics if a logger is named."""
     options = parse(ReportOptions, argv, prog, ("runs",))
-    from jllama.checkpoints.run import METRICS, read_config
-    from jllama.files import check_writable, errors_as, read_lines
-    from jllama.loggers import LOGGERS, check_logger, finite_numbers
-    from jllama.report import REPORT, write_report
+    from jllama.formats.run import read_config
+    from jllama.system.files import METRICS, check_writable, errors_as, read_lines
+    from jllama.training.loggers import LOGGERS, check_logger, finite_numbers
+    from jllama.training.report import REPORT, write_report
 
     folders = [*dict.fromkeys(map(Path, options.runs))]
     target = Path(options.output or (folders[0] / REPORT if len(folders) == 1 else REPORT))

@@ -11,9 +11,9 @@ from pathlib import Path
 import jllama
 from jllama.commands.cli import parse
 from jllama.commands.model import ModelOptions, sampling_params
-from jllama.errors import JllamaError, UsageError, check_fields
-from jllama.files import errors_as
+from jllama.core import JllamaError, UsageError, check_fields
 from jllama.generation.sampling_params import SamplingParams
+from jllama.system.files import errors_as
 
 _COMMON = "prompt prompts_file output n max_new_tokens stop temperature seed quantize"
 

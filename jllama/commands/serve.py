@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 from jllama.commands.cli import parse
 from jllama.commands.model import CheckpointOptions
 from jllama.commands.terminal import say
-from jllama.errors import JllamaError, UsageError, check_fields, no_tokenizer
-from jllama.files import errors_as
+from jllama.core import JllamaError, UsageError, check_fields
 from jllama.generation.sampling_params import Prompt
 from jllama.serve.config import EngineConfig, HttpConfig
-from jllama.stop import exit_now
+from jllama.system.errors import no_tokenizer
+from jllama.system.files import errors_as
+from jllama.system.stop import exit_now
 
 if TYPE_CHECKING:
     from jllama.serve.engine import EngineThread
@@ -132,12 +133,14 @@ def _start_engine(options: ServeOptions) -> "EngineThread":
     Raises:
         JllamaError: if a model has no tokenizer, or the default settings do not fit it.
     """
-    from jllama import programs
+    from jllama.generation import steps
     from jllama.generation.text import encode_prompt
     from jllama.serve.engine import EngineThread
+    from jllama.system import programs
     from jllama.templates.messages import find_template
 
     programs.enable_store("serve", options.checkpoint)
+    steps.call_program = programs.call
     models = {name: options.load_with(None, path) for name, path in options.adapters().items()}
     if any(model.tokenizer is None for model in models.values()):
         raise no_tokenizer(options.checkpoint)

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from rich.cells import cell_len
 from rich.console import Console
 
-from jllama.errors import JllamaError
-from jllama.files import cache_folder
+from jllama.core import JllamaError
+from jllama.system.files import cache_folder
 
 # Characters from here on are Chinese, Japanese, Korean or emoji: a line may end after any of them.
 _WIDE = "\u2e80"

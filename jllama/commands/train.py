@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from jllama.commands.cli import parse
-from jllama.errors import UsageError
-from jllama.stop import Stopped
+from jllama.core import UsageError
+from jllama.system.stop import Stopped
 from jllama.training.config import TrainConfig
 
 _COMMON = (
@@ -30,7 +30,7 @@ def main(argv: list[str], prog: str) -> int:
                 "yourself, by --reward"
             )
     # Imported here, so that a mistake in the options is reported without waiting for JAX.
-    from jllama.training.loop import train
+    from jllama.training.run import train
 
     try:
         train(config)

@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from jllama.commands.cli import parse
-from jllama.errors import UsageError, check_fields
-from jllama.files import atomic_write_text, check_writable, errors_as
-from jllama.progress import progress
+from jllama.core import UsageError, check_fields
+from jllama.system.files import atomic_write_text, check_writable, errors_as
+from jllama.system.progress import progress
 
 _OF_PEERS = ("precision", "max_tokens", "served_name", "parallel", "timeout_s", "api_key")
 
@@ -117,9 +117,9 @@ def main(argv: list[str], prog: str) -> int:
 
 def _verify_peer(options: VerifyOptions, width: int) -> tuple[dict[str, Any], Iterable[Any]]:
     """Return the judgment of another program as JSON, and as printable lines."""
-    from jllama.verify import peers
-    from jllama.verify.checks import results_json
-    from jllama.verify.judge_report import judgment_lines
+    from jllama.lab import peers
+    from jllama.lab.checks import results_json
+    from jllama.lab.judge_report import judgment_lines
 
     start_s = time.perf_counter()
     with progress("") as move:
@@ -150,8 +150,8 @@ def _verify_peer(options: VerifyOptions, width: int) -> tuple[dict[str, Any], It
 
 def _verify_checkpoint(options: VerifyOptions, width: int) -> tuple[dict[str, Any], Iterable[Any]]:
     """Return the result of a checkpoint as JSON, and as printable lines."""
-    from jllama.verify.checkpoint import checkpoint_lines, verify_checkpoint
-    from jllama.verify.checks import results_json
+    from jllama.lab.checkpoint import checkpoint_lines, verify_checkpoint
+    from jllama.lab.checks import results_json
 
     start_s = time.perf_counter()
     text = None
@@ -174,8 +174,8 @@ def _verify_jllama(options: VerifyOptions, width: int) -> tuple[dict[str, Any], 
     """Return the matrix of jllama's own checks as JSON, and as printable lines."""
     import jax
 
-    from jllama.devices import num_cores
-    from jllama.verify import checks, conformance, equalities, mutations
+    from jllama.lab import checks, conformance, equalities, mutations
+    from jllama.system.devices import num_cores
 
     # Eight CPU devices simulate a mesh; all else runs on the first device. If JAX is in use
     # already, they cannot be made, and the check of sharding fails.

@@ -13,13 +13,14 @@ Batches for training never end. Batches for validation go through all tokens onc
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import grain
 import numpy as np
 from jaxtyping import Bool, Float32, Integer
 
-from jllama.errors import JllamaError
+from jllama.core import JllamaError
+from jllama.core.step import Batch
 
 OPEN_ROWS = 256  # the number of last rows that a conversation may still be packed into
 
@@ -27,44 +28,6 @@ _Tokens = Integer[np.ndarray, "tokens"]
 _PerConversation = Integer[np.ndarray, "conversations"]
 _RowSelection = slice | Sequence[int]
 _ALL_ROWS = slice(None)
-
-
-class Sampled(NamedTuple):
-    """What training from rewards knows of a batch's answers.
-
-    Log-probabilities belong to the token of their column, and are those of the distribution that it
-    was drawn from (``jllama.functional.drawn_log_probs``), in nats; zeros elsewhere.
-    """
-
-    advantages: Any  # Float32[Array, "rows"]: how much better an answer is than those beside it
-    sampler: Any  # Float32[Array, "rows window"], as computed when the token was drawn
-    old: Any  # Float32[Array, "rows window"], by the trainer's program before the first update
-    settings: dict[str, Any]  # [rows]: temperature, other truncations, ``num_ids`` that are drawn
-    reference: Any = None  # Float32[Array, "rows window"], of the model before training
-
-
-class Batch(NamedTuple):
-    """Rows of tokens to learn from, in which each token predicts the next.
-
-    The arrays are NumPy's or JAX's. Tokens attend within their own segment, which is a document or
-    a conversation. A token is a target if it is counted and the token before it is in its segment.
-
-    With ``reference``, rows are pairs of answers: the preferred one has an even index, the rejected
-    one the odd index after it. ``reference`` is the summed log-probability of a row's targets under
-    the model before training.
-
-    Examples:
-        >>> tokens = np.array([[5, 6, 7, 0]])
-        >>> batch = Batch(tokens, segments=np.array([[1, 1, 1, 0]]), counted=tokens == 7)
-        >>> batch.tokens[batch.counted].tolist()
-        [7]
-    """
-
-    tokens: Any  # Int32[Array, "rows window"]
-    segments: Any  # Int32[Array, "rows window"], 0 for padding, then 1, 2, ... in each row
-    counted: Any  # Bool[Array, "rows window"]
-    reference: Any = None  # Float32[Array, "rows"]
-    sampled: Sampled | None = None  # what is known of answers that the model gave
 
 
 def text_batch(

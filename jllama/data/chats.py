@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jllama.core import JllamaError
 from jllama.data.batches import ChatTokens
 from jllama.data.config import DataConfig
 from jllama.data.corpus import (
@@ -22,11 +23,10 @@ from jllama.data.corpus import (
 )
 from jllama.data.datasets import ChatDataset
 from jllama.data.tokens import cache_dir, encode_rest, file_stats, sha256
-from jllama.errors import JllamaError
-from jllama.files import errors_as
-from jllama.progress import progress
+from jllama.system.files import errors_as
+from jllama.system.progress import progress
 from jllama.templates.messages import conversation_tokens, openai_messages
-from jllama.tokenizers import Tokenizer
+from jllama.tokenizers.base import Tokenizer
 
 Form = tuple[str, ...]
 """The fields that a record has."""

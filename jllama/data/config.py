@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from typing import Literal
 
-from jllama.errors import check_fields
+from jllama.core import check_fields
 
 
 @dataclasses.dataclass(frozen=True)

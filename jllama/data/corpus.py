@@ -24,8 +24,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from jllama.errors import JllamaError
-from jllama.files import atomic_write, errors_as
+from jllama.core import JllamaError
+from jllama.system.files import atomic_write, errors_as
 
 STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "lib2to3", "__pycache__"}
 SHAKESPEARE_URL = (

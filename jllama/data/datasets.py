@@ -8,15 +8,15 @@ import grain
 import numpy as np
 from jaxtyping import Integer
 
+from jllama.core.step import Batch
 from jllama.data.batches import (
-    Batch,
     ChatTokens,
     chat_batches,
     chat_validation_batches,
     training_batches,
     validation_batches,
 )
-from jllama.tokenizers import Tokenizer
+from jllama.tokenizers.base import Tokenizer
 
 GZIP = "bits per byte of gzip -9"
 TITLES = {"train": "training", "validation": "validation"}

@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 import grain
 import numpy as np
 
+from jllama.core import JllamaError, UsageError
 from jllama.data.chats import note_special_tokens, refuse_lost_fields
 from jllama.data.config import DataConfig
 from jllama.data.corpus import Findings, corpus_files, read_rows
 from jllama.data.tokens import cache_dir, sha256
-from jllama.errors import JllamaError, UsageError
-from jllama.files import errors_as
-from jllama.progress import progress
+from jllama.system.files import errors_as
+from jllama.system.progress import progress
 from jllama.templates.messages import openai_messages, template_variables, with_tools
 from jllama.templates.template import render
-from jllama.tokenizers import Tokenizer
+from jllama.tokenizers.base import Tokenizer
 
 
 class PromptRow(NamedTuple):

@@ -18,14 +18,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jllama.core import JllamaError
 from jllama.data.config import DataConfig
 from jllama.data.corpus import Document, Findings, corpus_files, read_corpus, write_cached
 from jllama.data.datasets import Dataset
-from jllama.devices import num_cores
-from jllama.errors import JllamaError
-from jllama.files import cache_folder, errors_as
-from jllama.progress import progress
-from jllama.tokenizers import BytesTokenizer, Tokenizer, load_tokenizer, train_sentencepiece
+from jllama.system.devices import num_cores
+from jllama.system.files import cache_folder, errors_as
+from jllama.system.progress import progress
+from jllama.tokenizers.base import BytesTokenizer, Tokenizer
+from jllama.tokenizers.loading import load_tokenizer
+from jllama.tokenizers.sentencepiece import train_sentencepiece
 
 CACHE_VERSION = 2  # part of every key: raise it when the files below change
 _TRAINING_VERSION = 2  # raise it when the tokenizer's training changes

@@ -9,12 +9,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Int32, Shaped
 
 from jllama import functional as F
-from jllama.config import LlamaConfig
-from jllama.devices import device_memory_bytes
-from jllama.errors import UsageError
+from jllama.core import UsageError
+from jllama.core.config import LlamaConfig
+from jllama.core.model import KVCache
 from jllama.generation.sampling_params import Prompt, SamplingParams
-from jllama.language_model import LanguageModel
-from jllama.model import KVCache
+from jllama.models.language_model import LanguageModel
+from jllama.system.devices import device_memory_bytes
 
 MAX_STOPS = 16
 """Stop ids of a row that the device knows.

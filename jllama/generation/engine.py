@@ -18,18 +18,17 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jllama import programs
-from jllama.errors import UsageError
-from jllama.functional.shapes import power_of_two_at_least
+from jllama.core import UsageError
+from jllama.core.model import KVCache
 from jllama.generation import steps
 from jllama.generation.decode_batch import DecodeBatch, make_batch, set_allowed, setting_types
 from jllama.generation.requests import Answer, Piece, Request, Row, Token, make_tokens
 from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.generation.steps import STEPS
 from jllama.generation.text import TextDecoder
-from jllama.language_model import LanguageModel
-from jllama.model import KVCache
-from jllama.sharding import batch_shardings
+from jllama.kernels.shapes import power_of_two_at_least
+from jllama.models.language_model import LanguageModel
+from jllama.parallel.shards import batch_shardings
 
 CHUNK_TOKENS = {"cpu": 512}
 """How many tokens of a prompt to compute at once, by platform; 4096 on others."""
@@ -371,7 +370,7 @@ class Engine:
             tokens[index, : row.prefill_len] = row.request.prompt.ids[:-1]
             counts[index] = row.prefill_len
         args = *self._weights[name], self._put(tokens), self._put(counts)
-        cache = programs.call(steps.prefill_short, *args)
+        cache = steps.call_program(steps.prefill_short, *args)
         for index, row in enumerate(rows):
             self._join(row, cache, index)
 
@@ -423,7 +422,7 @@ class Engine:
             count = np.array([len(tokens)], np.int32)
             cache_is_empty = self.first_chunk_is_whole and start == 0
             args = *self._weights[request.model], cache, padded, count, cache_is_empty
-            hidden, cache = programs.call(steps.prefill_chunk, *args)
+            hidden, cache = steps.call_program(steps.prefill_chunk, *args)
             self._set_cache(cache)
             if request.pooling:
                 row.pool(hidden, len(tokens))
@@ -506,7 +505,7 @@ class Engine:
         # 3) The program, which returns before the device has computed it
         tops = np.bool_(any(row.request.top for row in rows))
         args = *self._weights[name], batch, quotas, np.int32(num_steps), tops, self._draft_len
-        self._batches[0], block = programs.call(steps.decode_block, *args)
+        self._batches[0], block = steps.call_program(steps.decode_block, *args)
         return Dispatch(rows, num_steps, time.monotonic(), block)
 
     def _max_steps(self) -> int:

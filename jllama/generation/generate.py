@@ -9,14 +9,14 @@ import numbers
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any, Unpack
 
-from jllama.errors import UsageError, unknown_name
+from jllama.core import UsageError
 from jllama.generation.decode_batch import check_batch
 from jllama.generation.engine import Engine
 from jllama.generation.requests import Answer, Request
-from jllama.generation.sampling_params import Prompt, SamplingFields, SamplingParams
+from jllama.generation.sampling_params import Grammar, Prompt, SamplingFields, SamplingParams
 from jllama.generation.text import Completion, encode_prompt
-from jllama.grammar import Grammar
-from jllama.language_model import LanguageModel
+from jllama.models.language_model import LanguageModel
+from jllama.system.errors import unknown_name
 
 BLOCK_S = 0.025
 """How long the engine may take until it shows the next tokens to a reader."""

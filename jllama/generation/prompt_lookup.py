@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from jllama.core.model import Llama
 from jllama.generation.decode_batch import DecodeBatch, append_token
-from jllama.model import Llama
 
 _MIN_MATCH = 2
 _MAX_MATCH = 3

@@ -3,12 +3,28 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
-from jllama.config import Grammar
-from jllama.errors import check_fields
+from jllama.core import check_fields
 
 _MAX = 1e30  # logits stay finite in float32, however many such values are added to them
+
+
+GrammarKind = Literal["json_schema", "regex", "lark"]
+
+
+class Grammar(NamedTuple):
+    """What a text must match from its first to its last character.
+
+    Examples:
+        >>> model = jllama.load("smollm2/")
+        >>> yes_or_no = jllama.Grammar("regex", "yes|no")
+        >>> jllama.generate(model, "Is it? ", grammar=yes_or_no)[0].text in ("yes", "no")
+        True
+    """
+
+    kind: GrammarKind
+    text: str  # the schema as JSON, the expression, or the grammar in llguidance's dialect of Lark
 
 
 def setting(default: float, min_value: float, max_value: float, expected: str) -> Any:
@@ -21,7 +37,7 @@ def setting(default: float, min_value: float, max_value: float, expected: str) -
 class SamplingParams:
     """How the tokens of one row are chosen: the only list of settings, in the order of application.
 
-    ``jllama.functional.sampling`` applies them. A subclass may add a field whose default changes
+    ``jllama.kernels.sampling`` applies them. A subclass may add a field whose default changes
     nothing, with a function of the same name in ``jllama.functional.TRUNCATIONS`` or ``PENALTIES``;
     ``setting`` gives the field a range.
 

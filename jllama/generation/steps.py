@@ -6,19 +6,20 @@ compile anew.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jllama.config import LlamaConfig
-from jllama.decode_params import DecodeParams
+from jllama.core.config import LlamaConfig
+from jllama.core.model import KVCache, Llama
 from jllama.generation.decode_batch import DecodeBatch, append_token
-from jllama.generation.prompt_lookup import lookup_step
 from jllama.generation.requests import MAX_TOP
-from jllama.model import KVCache, Llama, build_model
-from jllama.sharding import batch_shardings
+from jllama.models.build import build_model
+from jllama.models.decode_params import DecodeParams
+from jllama.parallel.shards import batch_shardings
 
 STEPS = 16
 """The largest number of decoding steps between two reads by the host."""
@@ -26,6 +27,15 @@ _COPIED_TOKENS = 128  # copied at a time from one cache into another
 Chunk = tuple[tuple[Array, ...], tuple[Array, ...]]
 """Keys and values of a chunk of one row's tokens, an array for each layer."""
 _Carry = tuple[Array, DecodeBatch, Any]  # step, batch, most likely tokens of the steps
+
+
+def call_directly(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a compiled function as it is."""
+    return function(*args)
+
+
+call_program = call_directly
+"""How the engine calls programs; commands replace it by ``jllama.system.programs.call``."""
 
 
 class Block(NamedTuple):
@@ -162,6 +172,8 @@ def decode_block(
     def step(carry: _Carry) -> _Carry:
         index, batch, top = carry
         if draft_len:
+            from jllama.generation.prompt_lookup import lookup_step  # where texts are guessed
+
             return index + 1, lookup_step(llama, batch, takes(batch), draft_len), top
         batch, logits = _decode_step(llama, batch, takes(batch))
         put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)

@@ -4,16 +4,16 @@ import bisect
 import dataclasses
 import operator
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int32
 
-from jllama.errors import ContextError, UsageError
-from jllama.generation.sampling_params import Prompt
-from jllama.grammar import Matcher
-from jllama.language_model import LanguageModel
-from jllama.tokenizers import Tokenizer
+from jllama.core import UsageError
+from jllama.generation.sampling_params import Grammar, Prompt
+from jllama.models.language_model import LanguageModel
+from jllama.system.errors import ContextError
+from jllama.tokenizers.base import Tokenizer
 
 # Decoded again before new tokens, because the first token of a text may lose its space.
 _CONTEXT_TOKENS = 8
@@ -85,8 +85,15 @@ def encode_prompt(model: LanguageModel, prompt: Prompt, context: int | None = No
             raise UsageError(
                 "banned_ids could leave nothing of what a grammar allows: use logit_bias"
             )
-        Matcher(prompt.grammar, tokenizer, stop_ids)  # raises if it cannot be compiled
+        matcher_of(prompt.grammar, tokenizer, stop_ids)  # raises if it cannot be compiled
     return dataclasses.replace(prompt, content=ids, stop=stop, stop_ids=stop_ids)
+
+
+def matcher_of(grammar: Grammar, tokenizer: Tokenizer, stop_ids: Sequence[int]) -> Any:
+    """Return the ``Matcher`` of a grammar; few texts have one, so its module is imported here."""
+    from jllama.generation.grammar import Matcher
+
+    return Matcher(grammar, tokenizer, stop_ids)
 
 
 def check_length(ids: Sequence[int], max_new_tokens: int | None, context: int) -> None:
@@ -141,7 +148,7 @@ class TextDecoder:
         self._prompt = prompt
         self._matcher = None
         if prompt.grammar and tokenizer:
-            self._matcher = Matcher(prompt.grammar, tokenizer, prompt.stop_ids or ())
+            self._matcher = matcher_of(prompt.grammar, tokenizer, prompt.stop_ids or ())
         self._ids = list(prompt.ids[-_CONTEXT_TOKENS:])
         self._num_decoded = len(self._ids)  # the first of ``_ids``, whose text is final
         self._decoded = tokenizer.decode(self._ids) if tokenizer else ""  # their text

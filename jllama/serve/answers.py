@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from jllama.errors import UsageError
-from jllama.files import Json
+from jllama.core import UsageError
 from jllama.generation.requests import Answer, Piece, Token
 from jllama.serve.protocol import Chat, Continuation, Embedding, Job
 from jllama.serve.tools import ToolParser
+from jllama.system.files import Json
 
 # OpenAI's value for a token that cannot be drawn: JSON has no infinity.
 _MIN_LOG_PROB = -9999.0
@@ -165,7 +165,7 @@ def stream_event(content: Json) -> str:
 def totals(job: Job, answers: Mapping[int, Answer]) -> Json:
     """Return an answer's token counts, each prompt counted once, and its receipt if requested.
 
-    A receipt contains what ``jllama replay`` needs to generate and compare the answer.
+    A receipt contains what ``jllama verify replay`` needs to generate and compare the answer.
 
     Args:
         job: the request.

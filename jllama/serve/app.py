@@ -26,8 +26,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import jllama
-from jllama.errors import JllamaError
-from jllama.files import Json
+from jllama.core import JllamaError
 from jllama.generation.requests import Answer, Piece
 from jllama.generation.sampling_params import SamplingParams
 from jllama.generation.text import prompt_ids
@@ -38,6 +37,7 @@ from jllama.serve.engine import EngineThread
 from jllama.serve.protocol import Chat, Continuation, Job, find_model, make_job, render_conversation
 from jllama.serve.requests import Busy, Event, Failure
 from jllama.serve.responses import Respond, ResponseStream, make_chat
+from jllama.system.files import Json
 
 PING_S = 10.0
 """A stream without events gets a comment after this time, so that no proxy takes it for dead."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jllama.errors import check_fields
+from jllama.core import check_fields
 from jllama.generation.sampling_params import SamplingParams
 
 MAX_HEADERS = 100

@@ -16,8 +16,7 @@ from typing import Any
 import jax
 
 import jllama
-from jllama.devices import device_bytes, device_memory_bytes, num_cores
-from jllama.errors import ContextError, UsageError
+from jllama.core import UsageError
 from jllama.generation.decode_batch import MAX_STOPS
 from jllama.generation.engine import MIN_CHUNK, Engine
 from jllama.generation.generate import BLOCK_S
@@ -25,10 +24,12 @@ from jllama.generation.requests import Answer, Request, Row
 from jllama.generation.sampling_params import Prompt
 from jllama.generation.steps import kv_bytes
 from jllama.generation.text import check_length
-from jllama.language_model import LanguageModel, weights_fingerprint
+from jllama.models.language_model import LanguageModel, weights_fingerprint
 from jllama.serve import metrics
 from jllama.serve.config import EngineConfig
 from jllama.serve.requests import Busy, Deliver, Event, Failure
+from jllama.system.devices import device_bytes, device_memory_bytes, num_cores
+from jllama.system.errors import ContextError
 
 CLIENTS = 4
 """The whole queue is this many times ``EngineConfig.queue``, so that no client can fill it."""

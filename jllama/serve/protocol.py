@@ -26,15 +26,15 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
-from jllama.config import Grammar, GrammarKind
-from jllama.errors import UsageError, unknown_name
-from jllama.files import Json, errors_as
+from jllama.core import UsageError
 from jllama.generation.requests import MAX_TOP, Pooling, Request
-from jllama.generation.sampling_params import Prompt, SamplingParams
+from jllama.generation.sampling_params import Grammar, GrammarKind, Prompt, SamplingParams
 from jllama.generation.text import encode_prompt
-from jllama.language_model import LanguageModel
+from jllama.models.language_model import LanguageModel
 from jllama.serve.engine import EngineThread
 from jllama.serve.tools import Dialect, call_grammar, check_tools, find_dialect
+from jllama.system.errors import unknown_name
+from jllama.system.files import Json, errors_as
 from jllama.templates.messages import (
     chat_format,
     find_template,

@@ -8,10 +8,10 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from jllama.errors import UsageError
-from jllama.files import Json
+from jllama.core import UsageError
 from jllama.serve.answers import stream_event
 from jllama.serve.protocol import IGNORED_HERE, Chat, Fields, Settings, Tools
+from jllama.system.files import Json
 
 _NONE = {"reasoning_tokens": 0}
 

@@ -7,10 +7,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jllama.config import Grammar
-from jllama.errors import UsageError
-from jllama.files import Json
+from jllama.core import UsageError
+from jllama.generation.sampling_params import Grammar
 from jllama.generation.text import overlap
+from jllama.system.files import Json
 from jllama.templates.messages import with_tools
 
 # The fields of a function.

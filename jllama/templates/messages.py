@@ -11,10 +11,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jllama.errors import JllamaError, UsageError
-from jllama.files import Json, errors_as
+from jllama.core import JllamaError, UsageError
+from jllama.system.files import Json, errors_as
 from jllama.templates.template import render, render_answers
-from jllama.tokenizers import Tokenizer
+from jllama.tokenizers.base import Tokenizer
 
 Message = Mapping[str, Any]
 """``{"role": "system", "user", "assistant" or "tool", "content": text}``, as in transformers. An

@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jllama import line_process
-from jllama.errors import JllamaError, UsageError
-from jllama.line_process import Process
+from jllama.core import JllamaError, UsageError
+from jllama.system import line_process
+from jllama.system.line_process import Process
 
 SECONDS = 5.0  # of processor time, if the system can limit it
 CLOCK_SECONDS = 20.0  # by the clock, whatever else the machine does

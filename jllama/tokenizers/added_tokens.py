@@ -7,9 +7,9 @@ older versions, has ids by text.
 from pathlib import Path
 from typing import NamedTuple
 
-from jllama.config import MAX_SIZES
-from jllama.errors import JllamaError
-from jllama.files import has_file, read_json_object
+from jllama.core import JllamaError
+from jllama.core.config import MAX_SIZES
+from jllama.system.files import has_file, read_json_object
 
 CONFIG_NAME = "tokenizer_config.json"
 _OLD_FILE = "added_tokens.json"

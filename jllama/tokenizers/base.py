@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int, Int32
 
-from jllama.errors import JllamaError
+from jllama.core import JllamaError
 
 SPACE = "\u2581"  # how SentencePiece writes a space in a piece
 BYTE_PIECES = {f"<0x{byte:02X}>": byte for byte in range(256)}

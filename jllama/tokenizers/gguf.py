@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from jllama.errors import JllamaError
-from jllama.files import errors_as
+from jllama.core import JllamaError
+from jllama.system.files import errors_as
 from jllama.tokenizers.base import Tokenizer, TokenType, Vocabulary
 from jllama.tokenizers.huggingface import PRE_TOKENIZERS, HuggingFaceTokenizer
 from jllama.tokenizers.sentencepiece import SentencePieceTokenizer

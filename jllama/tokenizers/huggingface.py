@@ -9,9 +9,10 @@ from typing import Any
 
 import tokenizers
 
-from jllama.config import MAX_SIZES
-from jllama.errors import JllamaError, silent_stderr
-from jllama.files import Json, errors_as, has_file, read_json_object, write_json
+from jllama.core import JllamaError
+from jllama.core.config import MAX_SIZES
+from jllama.system.errors import silent_stderr
+from jllama.system.files import Json, errors_as, has_file, read_json_object, write_json
 from jllama.tokenizers.added_tokens import (
     CONFIG_NAME,
     AddedToken,

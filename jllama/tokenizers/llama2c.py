@@ -8,8 +8,8 @@ and ``</s>`` stand between newlines. Source: llama2.c, ``tokenizer.py``.
 import struct
 from pathlib import Path
 
-from jllama.errors import JllamaError
-from jllama.files import errors_as
+from jllama.core import JllamaError
+from jllama.system.files import errors_as
 from jllama.tokenizers.base import BYTE_PIECES, SPACE, Tokenizer, TokenType, Vocabulary
 from jllama.tokenizers.sentencepiece import SentencePieceTokenizer
 

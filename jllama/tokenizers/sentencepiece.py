@@ -10,7 +10,7 @@ import numpy as np
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 
-from jllama.errors import JllamaError
+from jllama.core import JllamaError
 from jllama.tokenizers.added_tokens import AddedToken
 from jllama.tokenizers.base import (
     BYTE_PIECES,

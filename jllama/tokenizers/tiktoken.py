@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import tiktoken
 
-from jllama.errors import JllamaError
+from jllama.core import JllamaError
 from jllama.tokenizers.base import (
     BYTE_CHARS,
     Ids,

@@ -8,11 +8,12 @@ from typing import Any
 
 import jax
 
-from jllama.checkpoints.run_checkpoints import RunCheckpoints
-from jllama.errors import JllamaError
-from jllama.files import Json
-from jllama.parameters import Params
-from jllama.training.step import Training, TrainState
+from jllama.core import JllamaError
+from jllama.core.parameters import Params
+from jllama.core.step import TrainState
+from jllama.formats.run_checkpoints import RunCheckpoints
+from jllama.system.files import Json
+from jllama.training.compiling import Training
 
 
 def save_state(

@@ -6,10 +6,12 @@ import math
 import operator
 from typing import Literal
 
-from jllama.config import DistributedConfig, LlamaConfig, LoraConfig, MeshConfig
+from jllama.core import UsageError, check_fields
+from jllama.core.config import LlamaConfig
 from jllama.data.config import DataConfig
-from jllama.errors import UsageError, check_fields
 from jllama.generation.sampling_params import SamplingParams
+from jllama.models.config import LoraConfig
+from jllama.parallel.config import DistributedConfig, MeshConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +109,6 @@ class GrpoConfig:
             the trainer to that in the sampler, at most this (Yao et al. 2025).
         updates: updates from each batch of answers.
         mask_overlong: whether answers that ``max_answer_tokens`` cut off have no gradient.
-        exact: sampler and trainer compute every log-probability by the same program, bit for bit.
         eval_prompts: held-out prompts that an evaluation answers; 0 is all.
         reward_limit_s: seconds that the reward of one prompt's answers may take.
         reward_processes: processes that compute rewards of a Python file.
@@ -126,7 +127,6 @@ class GrpoConfig:
     importance_cap: float = 0.0
     updates: int = 1
     mask_overlong: bool = True
-    exact: bool = False
     eval_prompts: int = 64
     reward_limit_s: float = 60.0
     reward_processes: int = 1
@@ -346,10 +346,6 @@ class TrainConfig:
         )
         check = functools.partial(check_fields, self.training, "training.")
         check("objective", lambda name: name in ("auto", "grpo"), "auto or grpo, with reward")
-        if self.training.grpo.exact:
-            check_fields(self.mesh, "mesh.", "tensor", lambda ways: ways == 1, "1 in exact mode")
-            expected = "left out in exact mode"
-            check_fields(self.model, "model.", "block", operator.not_, expected)
         size = self.training.grpo.group_size
         check(
             "batch_size",

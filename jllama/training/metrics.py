@@ -2,18 +2,16 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from jllama.data.datasets import TrainingData
-from jllama.devices import peak_flops
-from jllama.errors import JllamaError
-from jllama.evaluation.scoring import TextScore
-from jllama.training.config import TrainConfig
-from jllama.training.step import StepMetrics, Training, TrainState, put_on_devices
+from jllama.core.step import StepMetrics
+from jllama.system.devices import peak_flops
+from jllama.system.files import METRICS, read_lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,43 +43,26 @@ def figures_text(means: dict[str, float] | None) -> str:
     return "".join(f", {name.replace('_', ' ')} {value:.3f}" for name, value in figures)
 
 
-def evaluate(
-    training: Training,
-    data: TrainingData,
-    config: TrainConfig,
-    state: TrainState,
-    max_tokens: int,
-    should_stop: Callable[[], bool] = lambda: False,
-) -> Evaluation | None:
-    """Evaluate on about ``max_tokens`` tokens of the validation split; 0 means all of it.
+def note_of(record: dict[str, Any]) -> str:
+    """Return the line for people of a record of steps."""
+    figures = figures_text(record.get("figures"))
+    if "reward" not in record:
+        return f"loss {record['loss']:.3f}{figures}  {record['tokens_per_s']:,.0f} tokens/s"
+    tokens_per_s = record["sampled_tokens"] / record["step_s"]
+    note = "reward {reward:.3f}, mismatch {mismatch_max:.1e}, ".format_map(record)
+    return f"{note}{tokens_per_s:,.0f} answer tokens/s{figures}"
 
-    Returns None as soon as ``should_stop()`` is true, which is asked before each batch.
+
+def is_out_of_patience(folder: Path, patience: int, data_since: int = 0) -> bool:
+    """Return whether the lowest validation loss is ``patience`` evaluations old; 0 is never.
+
+    Those up to step ``data_since`` were of other data.
     """
-    options = config.training
-    batches = data.validation_batches(
-        batch_size=options.batch_size, seq_len=options.seq_len, max_tokens=max_tokens
-    )
-    token_bytes = data.tokenizer.token_bytes()
-    params = training.weights(state)
-    sums = []
-    for batch in batches:
-        if should_stop():
-            return None
-        on_devices = put_on_devices(batch, training.batch_sharding)
-        text_bytes = token_bytes[batch.tokens[:, 1:][batch.counted[:, 1:]]].sum()
-        results = jax.device_get(training.evaluate(params, on_devices, state.base))
-        sums.append((*results, text_bytes))
-    if not sums:
-        raise JllamaError(
-            "the data gave no batch to evaluate with: its validation needs at least one"
-        )
-    nats, count, figures, text_bytes = add_exactly(sums)
-    score = TextScore(nats, round(count), round(text_bytes))
-    means = {name: total / count for name, total in figures.items()}
-    is_likelihood = not means and options.objective in ("auto", "next_token")
-    if is_likelihood:
-        return Evaluation(score.loss, score.perplexity, score.bits_per_byte)
-    return Evaluation(score.loss, None, None, means or None)
+    if not patience:
+        return False
+    lines = read_lines(folder / METRICS, "validation_loss")
+    losses = [line["validation_loss"] for line in lines if line["step"] > data_since]
+    return bool(losses) and len(losses) - losses.index(min(losses)) > patience
 
 
 def add_exactly(sums: Sequence[Any]) -> Any:

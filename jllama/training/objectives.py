@@ -6,51 +6,14 @@ batch, inside the compiled step; sums over all devices and all parts of a batch 
 outside. ``training.objective`` chooses an entry of ``OBJECTIVES``.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from jllama import functional as F
-from jllama.data.batches import Sampled
-from jllama.model import Llama
+from jllama.core import UsageError
+from jllama.core.step import Forward, Objective, Sums, Targets, next_token
 from jllama.training.config import LoopConfig
-
-
-class Targets(NamedTuple):
-    """A batch as an objective sees it: each input token predicts the target at its index."""
-
-    inputs: Int[Array, "rows seq"]
-    targets: Int[Array, "rows seq"]
-    segments: Int[Array, "rows seq"]  # of the inputs
-    # Targets that take part in the loss, each in its input's segment.
-    counted: Bool[Array, "rows seq"]
-    reference: Float[Array, "rows"] | None  # of pairs of answers, see ``jllama.data.batches.Batch``
-    # Of answers that the model gave; its arrays ``[rows, seq]`` are those of the targets.
-    sampled: Sampled | None = None
-
-
-Scalar = Float[Array, ""]
-Forward = Callable[[Targets], tuple[Llama, Float[Array, "rows seq embed"]]]
-"""The model and its final activations for a batch's inputs; ``model.loss``, ``logits`` and others
-continue from them.
-"""
-Sums = tuple[Scalar, Scalar, dict[str, Scalar]]
-"""The sum of losses, what it is divided by, and sums of an objective's further figures."""
-Objective = Callable[[Forward, Targets, LoopConfig], Sums]
-
-
-def next_token(forward: Forward, batch: Targets, options: LoopConfig) -> Sums:
-    """Sum ``-log p(target | tokens up to its input)`` over counted targets, in nats.
-
-    ``options.z_loss`` times the squared log-normalizer is added to it (arXiv:2204.02311, section
-    5).
-    """
-    llama, hidden = forward(batch)
-    loss_sum, count = llama.loss(hidden, batch.targets, batch.counted, options.z_loss)
-    return loss_sum, count, {}
 
 
 def preference(forward: Forward, batch: Targets, options: LoopConfig) -> Sums:
@@ -60,7 +23,10 @@ def preference(forward: Forward, batch: Targets, options: LoopConfig) -> Sums:
     p_reference)``, where ``beta`` is ``options.dpo_beta`` and ``p_reference`` the model before
     training (arXiv:2305.18290, equation 7).
     """
-    assert batch.reference is not None
+    if batch.reference is None:
+        raise UsageError(
+            "training.objective is preference, and the data has no pairs of answers: leave it out"
+        )
     ratios = (row_log_probs(forward, batch) - batch.reference).reshape(-1, 2)
     chosen, rejected = options.dpo_beta * ratios.T
     margin = options.dpo_beta * (ratios[:, 0] - ratios[:, 1])
@@ -88,7 +54,11 @@ def grpo(forward: Forward, batch: Targets, options: LoopConfig) -> Sums:
     ``A`` of its answer (arXiv:2402.03300, equation 3), plus ``kl`` times ``exp(d) - d - 1`` with
     ``d = reference - new`` (equation 4). See ``jllama.GrpoConfig`` for the options.
     """
-    assert batch.sampled is not None
+    if batch.sampled is None:
+        raise UsageError(
+            "training.objective is grpo, and the batch has no answers of the model: "
+            "give reward and prompts, or another objective"
+        )
     sampled = batch.sampled
     settings = options.grpo
     log_probs, entropy = drawn_scores(forward, batch, settings.max_answer_tokens)
@@ -179,7 +149,16 @@ def row_log_probs(forward: Forward, batch: Targets) -> Float[Array, "rows"]:
     return jnp.sum(jnp.where(batch.counted, log_probs, 0.0), axis=1)
 
 
+def automatic(forward: Forward, batch: Targets, options: LoopConfig) -> Sums:
+    """Choose by the batch: ``preference`` for pairs, ``grpo`` for the model's own answers."""
+    objective = next_token if batch.reference is None else preference
+    if batch.sampled is not None:
+        objective = grpo
+    return objective(forward, batch, options)
+
+
 OBJECTIVES: dict[str, Objective] = {
+    "auto": automatic,
     "next_token": next_token,
     "preference": preference,
     "grpo": grpo,

@@ -1,29 +1,34 @@
 """Begin a run or resume one: everything is checked before anything is written."""
 
 import dataclasses
+import functools
+import importlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
 from jax.experimental.multihost_utils import process_allgather
 from rich.console import Console
 
-from jllama import distributed
-from jllama.checkpoints.adapters import stacked
-from jllama.checkpoints.chat_files import write_chat_files
-from jllama.checkpoints.receipt import describe_weights
-from jllama.checkpoints.run import CHECKPOINTS, CONFIG, METRICS, SAMPLES
-from jllama.checkpoints.run_checkpoints import RunCheckpoints
-from jllama.checkpoints.tensors import Checkpoint, base_fingerprint, load_params
-from jllama.data.batches import Batch, chat_validation_batches
+from jllama.core import UsageError
+from jllama.core.parameters import count_parameters
+from jllama.core.step import TrainState
+from jllama.data.batches import chat_validation_batches
 from jllama.data.datasets import BatchSource, ChatDataset, TrainingData
 from jllama.data.prompts import PromptDataset
 from jllama.data.tokens import SPLITS, sha256
-from jllama.devices import (
+from jllama.formats.adapters import stacked
+from jllama.formats.chat_files import write_chat_files
+from jllama.formats.receipt import describe_weights
+from jllama.formats.run_checkpoints import RunCheckpoints
+from jllama.formats.tensors import Checkpoint, base_fingerprint, load_params
+from jllama.models.build import check_attention
+from jllama.parallel import distributed
+from jllama.parallel.sharding import ruleset
+from jllama.system.devices import (
     describe_devices,
     describe_driver,
     device_bytes,
@@ -31,74 +36,64 @@ from jllama.devices import (
     idle_accelerator,
     loss_chunk_tokens,
 )
-from jllama.errors import UsageError, shell_command
-from jllama.files import Json, atomic_write, errors_as, read_lines
-from jllama.language_model import LanguageModel
-from jllama.loggers import check_logger
-from jllama.model import check_attention
-from jllama.parameters import count_parameters
-from jllama.progress import progress
-from jllama.report import run_facts
-from jllama.rewards import RewardError, Scorer
-from jllama.sharding import ruleset
-from jllama.templates.messages import chat_format
-from jllama.tokenizers import has_tokenizer
+from jllama.system.errors import shell_command
+from jllama.system.files import (
+    CHECKPOINTS,
+    CONFIG,
+    METRICS,
+    SAMPLES,
+    Json,
+    atomic_write,
+    errors_as,
+    read_lines,
+)
+from jllama.system.progress import progress
+from jllama.tokenizers.loading import has_tokenizer
 from jllama.training import run_folder
 from jllama.training.checkpointing import check_origin, restore_state
-from jllama.training.config import TrainConfig
-from jllama.training.metrics import Evaluation
-from jllama.training.optimizer import make_optimizer
-from jllama.training.receipt import begin_receipt
-from jllama.training.resolve import resolve
-from jllama.training.rollouts import Rollouts, Sampler, drawn_settings
-from jllama.training.step import (
-    StepMetrics,
+from jllama.training.compiling import (
     Training,
-    TrainState,
-    attention_of,
+    autotuning_options,
     check_batch_divides,
     compile_training,
     put_on_devices,
 )
-from jllama.training.tracker import Callback, Tracker
+from jllama.training.config import TrainConfig
+from jllama.training.events import Callback
+from jllama.training.keeper import Keeper
+from jllama.training.loggers import check_logger
+from jllama.training.loop import Run
+from jllama.training.metrics import Evaluation, is_out_of_patience
+from jllama.training.optimizer import make_optimizer
+from jllama.training.receipt import begin_receipt
+from jllama.training.report import run_facts
+from jllama.training.resolve import resolve
+from jllama.training.samples import copy_current_model, no_samples, sample
+from jllama.training.sources import DataSource, Source
+from jllama.training.tracker import Tracker
 
 REFERENCE = "reference.npz"
+REWARDED_SOURCE = "jllama.rl.rollouts"
+"""The module with the source of training from rewards, which stands on this room."""
 
 
-@dataclasses.dataclass
-class Run:
-    """A training run: its parts, and where it stands."""
+class Beginning(NamedTuple):
+    """What is decided about a run before anything is loaded."""
 
-    config: TrainConfig
+    config: TrainConfig  # complete
     data: TrainingData | PromptDataset
     origin: Checkpoint | None  # the checkpoint of ``init_from``
-    training: Training
-    origin_meta: Json  # fingerprints of the model that adapters or rewards need again
-    checkpoints: RunCheckpoints
-    tracker: Tracker
-    batches: Any  # an endless iterator with a state
-    state: TrainState
-    step: int = 0
-    # The step of the last evaluation (``METRICS``), sample (``SAMPLES``) and checkpoint
-    # (``CHECKPOINTS``).
-    done: dict[str, int] = dataclasses.field(default_factory=dict)
-    # The steps since the last pause, and when they began.
-    recent: list[tuple[StepMetrics, Batch]] = dataclasses.field(default_factory=list)
-    start_s: float = 0.0
-    num_skipped: int = 0  # how many of the last steps were skipped in a row
-    programs: dict[Any, Any] = dataclasses.field(default_factory=dict)  # by the batch's shape
-    planned_bytes: int = 0  # of the largest program
-    signals: Sequence[int] = ()  # received by this process
-    stop_signal: int = 0  # known to all processes
-    receipt: Json = dataclasses.field(default_factory=dict)  # see ``jllama.training.receipt``
+    step: int  # that the run goes on from
+    resumes: bool
+    replaces: bool  # whether another run's folder is cleared
 
 
 def open_run(
-    config: TrainConfig, source: BatchSource | None, callbacks: Sequence[Callback]
+    config: TrainConfig, own_data: BatchSource | None, callbacks: Sequence[Callback]
 ) -> Run | Evaluation:
     """Check and prepare everything that a run needs, and write its folder.
 
-    Returns the final evaluation instead if the run is finished. ``source`` replaces
+    Returns the final evaluation instead if the run is finished. ``own_data`` replaces
     ``config.data``.
     """
     folder = Path(config.run_dir)
@@ -106,28 +101,19 @@ def open_run(
     console = Console(stderr=True, highlight=False, markup=False, quiet=not is_first_process)
     console.soft_wrap = not console.is_terminal  # a log keeps its lines whole
 
-    # The configuration, the data, and the step to resume from.
-    check_options(config, folder)
-    steps = []
-    if (folder / CHECKPOINTS).exists():
-        steps = RunCheckpoints(folder / CHECKPOINTS, read_only=True).steps()
-    replaces = bool(steps) and config.resume == "never"
-    if replaces:
-        run_folder.confirm_overwrite(config)
-    resumes = bool(steps) and not replaces
-    config, data, origin = resolve(config, folder if resumes else None, source)
-    step = steps[-1] if resumes else 0
-    if step:
-        for change in run_folder.changes_on_resume(folder, config, step):
-            console.print(change, style="yellow")
-        final = final_evaluation(folder, config, step, console)
-        if final is not None:
-            return final
-
-    # The programs, and the state before the first step.
-    scorer = open_scorer(config, data)
+    # 1) Decide: the configuration, the data, and the step to resume from.
+    beginning = begin(config, folder, own_data, console)
+    if isinstance(beginning, Evaluation):
+        return beginning
+    config, data, origin, step, resumes, replaces = beginning
+    rewarded = scorer = None
+    if isinstance(data, PromptDataset):
+        rewarded = importlib.import_module(REWARDED_SOURCE)
+        scorer = rewarded.open_scorer(config, data)
     warn_of_idle_accelerator(console)
     distributed.check_same({"the corpus": data.fingerprint, "the last checkpoint": step})
+
+    # 2) Build: the programs, the state before the first step, and the source of batches.
     training = compile_training(config, compiler_options=autotuning_options(config, folder))
     check_memory(config, training)
     state = None
@@ -138,16 +124,18 @@ def open_run(
     if isinstance(data, ChatDataset) and data.rows_per_example > 1:
         initial = None if resumes else state
         data = add_reference_log_probs(data, folder, config, training, initial)
-
-    origin_meta = describe_origin(config, origin, state)
-
-    # The checkpoint to resume from.
+    samples = no_samples  # with rewards, answers to held-out prompts are shown
     if isinstance(data, PromptDataset):
-        batches = open_rollouts(data, scorer, config, training, origin, state)
+        assert rewarded is not None
+        source = rewarded.open_rollouts(data, scorer, config, training, origin, state)
     else:
-        batches = open_batches(data, config, training)
+        source = DataSource(data, config, training)
+        samples = functools.partial(sample, origin)
+
+    # 3) Restore the checkpoint to resume from.
     tracker = Tracker(config, folder, console, callbacks)
     checkpoints = RunCheckpoints(folder / CHECKPOINTS, config.training.keep_last)
+    origin_meta = describe_origin(config, origin, state)
     done = {}
     if resumes:
         state, meta = restore_state(checkpoints, training, step, state and state.base)
@@ -156,35 +144,57 @@ def open_run(
         is_same = check_origin(
             meta, data.fingerprint, origin_meta, checkpoints, step, may_change=may_change
         )
-        origin_meta["data_since"] = set_position(batches, meta, step, console, is_same=is_same)
+        origin_meta["data_since"] = set_position(source, meta, step, console, is_same=is_same)
         tracker.start_s -= meta["seconds"]
         done = last_records(folder, step)
     assert state is not None
 
-    # The folder.
+    # 4) Write the folder.
     if is_first_process:
-        run_folder.write_config(folder, config, step)
-        if not (resumes and has_tokenizer(folder)):
-            data.tokenizer.save(folder)
-            template = origin.chat_template if origin else None
-            stop_ids = origin.stop_ids if origin else ()
-            write_chat_files(folder, template, stop_ids)
+        write_folder(folder, beginning)
+    receipt = begin_receipt(folder, config, data.fingerprint, training.mesh, step)
+    keeper = Keeper(folder, checkpoints, origin_meta, receipt)
+    copy_model = functools.partial(copy_current_model, origin)
     run = Run(
-        config,
-        data,
-        origin,
-        training,
-        origin_meta,
-        checkpoints,
-        tracker,
-        batches,
-        state,
-        step,
-        done,
-        receipt=begin_receipt(folder, config, data.fingerprint, training.mesh, step),
+        config, data, training, source, tracker, keeper, samples, copy_model, state, step, done
     )
     log_facts(run)
     return run
+
+
+def begin(
+    config: TrainConfig, folder: Path, own_data: BatchSource | None, console: Console
+) -> Beginning | Evaluation:
+    """Decide how a run begins; return the final evaluation instead if it is finished."""
+    check_options(config, folder)
+    steps = []
+    if (folder / CHECKPOINTS).exists():
+        steps = RunCheckpoints(folder / CHECKPOINTS, read_only=True).steps()
+    replaces = bool(steps) and config.resume == "never"
+    if replaces:
+        run_folder.confirm_overwrite(config)
+    resumes = bool(steps) and not replaces
+    config, data, origin = resolve(config, folder if resumes else None, own_data)
+    step = steps[-1] if resumes else 0
+    if step:
+        for change in run_folder.changes_on_resume(folder, config, step):
+            console.print(change, style="yellow")
+        final = final_evaluation(folder, config, step, console)
+        if final is not None:
+            return final
+    return Beginning(config, data, origin, step, resumes, replaces)
+
+
+def write_folder(folder: Path, beginning: Beginning) -> None:
+    """Write a run's configuration and, if it is new, its tokenizer and chat template."""
+    config, data, origin, step, resumes, _ = beginning
+    run_folder.write_config(folder, config, step)
+    if resumes and has_tokenizer(folder):
+        return
+    data.tokenizer.save(folder)
+    template = origin.chat_template if origin else None
+    stop_ids = origin.stop_ids if origin else ()
+    write_chat_files(folder, template, stop_ids)
 
 
 def describe_origin(
@@ -201,10 +211,10 @@ def describe_origin(
     return meta
 
 
-def set_position(batches: Any, meta: Json, step: int, console: Console, *, is_same: bool) -> int:
+def set_position(source: Source, meta: Json, step: int, console: Console, *, is_same: bool) -> int:
     """Go on in a checkpoint's data, or begin others; return the step after which they began."""
     if is_same:
-        batches.set_state(meta["batches"])
+        source.set_state(meta["batches"])
         return meta.get("data_since", 0)
     console.print(
         "the data have changed: they are read from their beginning, and the best checkpoint is the "
@@ -243,7 +253,7 @@ def final_evaluation(
     patience = config.training.patience
     lines = read_lines(folder / METRICS, "final")
     has_all_steps = step >= num_steps
-    if not lines or not (has_all_steps or run_folder.is_out_of_patience(folder, patience)):
+    if not lines or not (has_all_steps or is_out_of_patience(folder, patience)):
         return None
     options = ["--training.patience", 0]
     if has_all_steps:
@@ -253,21 +263,6 @@ def final_evaluation(
     # Runs of 0.1 name the figures after the preference objective.
     figures = lines[-1]["final"].items()
     return Evaluation(**{name.replace("preference", "figures"): value for name, value in figures})
-
-
-def autotuning_options(config: TrainConfig, folder: Path) -> dict[str, Any]:
-    """Return XLA's options that keep a GPU's choices of kernels in the run's folder.
-
-    XLA chooses by timing, so a resumed run would otherwise choose others. JAX's cache of compiled
-    programs keeps the choices by the same options.
-    """
-    if jax.default_backend() != "gpu" or config.training.deterministic is False:
-        return {}
-    mode = "UPDATE" if distributed.process_index() == 0 else "READ"
-    return {
-        "xla_gpu_per_fusion_autotune_cache_dir": str((folder / run_folder.AUTOTUNING).absolute()),
-        "xla_gpu_experimental_autotune_cache_mode": f"AUTOTUNE_CACHE_MODE_{mode}",
-    }
 
 
 def check_memory(
@@ -360,66 +355,11 @@ def add_reference_log_probs(
     return dataclasses.replace(data, train=train, validation=validation)
 
 
-def open_scorer(config: TrainConfig, data: TrainingData | PromptDataset) -> Scorer | None:
-    """Start the rewards, and try them once, so that a mistake in them costs no weights to load.
-
-    Raises:
-        JllamaError: a reward fails for an answer to the first prompt.
-    """
-    if not isinstance(data, PromptDataset):
-        return None
-    grpo = config.training.grpo
-    limits: Any = {"limit_s": grpo.reward_limit_s, "num_processes": grpo.reward_processes}
-    scorer = Scorer(config.rewards, **limits)
-    row = data.train[0]
-    answers = ["An answer to try the reward."] * grpo.group_size
-    try:
-        scorer.score([row.prompt], [answers], [row.fields], [row.place])
-    except RewardError:
-        scorer.close()
-        raise
-    return scorer
-
-
 def warn_of_idle_accelerator(console: Console) -> None:
     """Print a warning if the machine has a device that JAX does not use."""
     warning = idle_accelerator()
     if warning:
         console.print(f"warning: {warning}", style="yellow")
-
-
-def open_rollouts(
-    data: PromptDataset,
-    scorer: Scorer | None,
-    config: TrainConfig,
-    training: Training,
-    origin: Checkpoint | None,
-    initial: TrainState | None,
-) -> Rollouts:
-    """Return batches of the model's own answers; ``initial`` is the state before training."""
-    assert origin is not None
-    assert scorer is not None
-    if jax.process_count() > 1:
-        raise UsageError(f"reward is {config.reward}; it must be left out with several processes")
-    drawn_settings(config.sampling, 1, data.tokenizer.vocab_size)  # raises if one does not fit
-    template, stop_ids = chat_format(data.tokenizer, origin.chat_template, origin.stop_ids)
-    model = LanguageModel(config.model, {}, data.tokenizer, template, stop_ids)
-    reference = None
-    if config.has_reference and initial:
-        # The step donates its state, so that the reference needs parameters of its own.
-        reference = jax.tree.map(jnp.copy, initial.params)
-    sampler = Sampler(model, config, training)
-    return Rollouts(data, config, sampler, scorer, reference)
-
-
-def open_batches(data: TrainingData, config: TrainConfig, training: Training) -> Any:
-    """Return the batches as NumPy arrays; this process reads the rows of its own devices."""
-    options = config.training
-    num_rows = options.batch_size * data.rows_per_example
-    parts = training.batch_sharding.addressable_devices_indices_map((num_rows,)).values()
-    rows = np.unique([np.arange(num_rows)[part] for part in parts]).tolist()
-    sizes: Any = {"batch_size": options.batch_size, "seq_len": options.seq_len}
-    return data.training_batches(**sizes, seed=config.seed, rows=rows, packing=config.data.packing)
 
 
 def log_facts(run: Run) -> None:
@@ -451,7 +391,7 @@ def log_facts(run: Run) -> None:
             "yellow",
         )
 
-    attention = attention_of(config, mesh)
+    attention = run.training.decisions.attention
     of_them = ""
     if num_trained != num_params:
         kind = "adapters" if config.trains_adapters else "them"

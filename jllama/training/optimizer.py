@@ -13,8 +13,9 @@ import optax.contrib
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from jllama.errors import UsageError, unknown_name
-from jllama.parameters import PARAMETERS, flatten_matrix, map_by_path
+from jllama.core import UsageError
+from jllama.core.parameters import PARAMETERS, flatten_matrix, map_by_path
+from jllama.system.errors import unknown_name
 from jllama.training.config import OptimizerConfig
 
 

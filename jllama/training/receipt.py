@@ -9,11 +9,11 @@ from pathlib import Path
 import jax
 
 import jllama
-from jllama.cache import source_hash
-from jllama.checkpoints.receipt import RECEIPT, read_receipt
-from jllama.devices import describe_devices, describe_driver
-from jllama.distributed import process_index
-from jllama.files import Json, atomic_write_text
+from jllama.formats.receipt import RECEIPT, read_receipt
+from jllama.parallel.distributed import process_index
+from jllama.system.cache import source_hash
+from jllama.system.devices import describe_devices, describe_driver
+from jllama.system.files import Json, atomic_write_text
 from jllama.training.config import TrainConfig
 from jllama.training.run_folder import config_fields
 

@@ -5,20 +5,22 @@ import math
 from pathlib import Path
 from typing import Any
 
-from jllama.checkpoints.registry import open_checkpoint
-from jllama.checkpoints.run import read_config
-from jllama.checkpoints.tensors import Checkpoint
+from jllama.core import UsageError, check_fields
 from jllama.data.batches import num_epoch_rows
 from jllama.data.chats import data_task, prepare_chats
 from jllama.data.config import DataConfig
 from jllama.data.datasets import BatchSource, TrainingData
 from jllama.data.prompts import PromptDataset, prepare_prompts
 from jllama.data.tokens import prepare_data
-from jllama.errors import UsageError, check_fields, no_tokenizer
+from jllama.formats.registry import open_checkpoint
+from jllama.formats.run import read_config
+from jllama.formats.tensors import Checkpoint
 from jllama.generation.text import prompt_ids
-from jllama.presets import preset
+from jllama.models.presets import preset
+from jllama.system.errors import no_tokenizer
 from jllama.templates.messages import chat_format, find_template, with_date
-from jllama.tokenizers import Tokenizer, load_tokenizer
+from jllama.tokenizers.base import Tokenizer
+from jllama.tokenizers.loading import load_tokenizer
 from jllama.training.config import TrainConfig
 
 

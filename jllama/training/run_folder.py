@@ -12,18 +12,26 @@ from typing import Any
 import yaml
 from flax.traverse_util import flatten_dict
 
-from jllama import distributed
-from jllama.checkpoints.registry import check_target
-from jllama.checkpoints.run import CONFIG, METRICS, SAMPLES, read_config
-from jllama.config import DistributedConfig
-from jllama.errors import JllamaError, UsageError, shell_command
-from jllama.files import append_line, atomic_write_text, read_lines, remove
+from jllama.core import JllamaError, UsageError
+from jllama.formats.registry import check_target
+from jllama.formats.run import read_config
+from jllama.parallel import distributed
+from jllama.parallel.config import DistributedConfig
+from jllama.system.errors import shell_command
+from jllama.system.files import (
+    CONFIG,
+    METRICS,
+    SAMPLES,
+    SKIPPED,
+    append_line,
+    atomic_write_text,
+    read_lines,
+    remove,
+)
 from jllama.training.config import OptimizerConfig, TrainConfig
 from jllama.training.optimizer import learning_rate_at
 
 HISTORY = "config.history.jsonl"
-SKIPPED = "skipped.jsonl"
-AUTOTUNING = "autotuning"
 
 # How the names of options begin that are ignored, must stay, or may change when a run is resumed.
 # All others may change with ``resume_with_changes``. Fingerprints in checkpoints identify the data,
@@ -97,18 +105,6 @@ def write_config(folder: Path, config: TrainConfig, step: int) -> None:
             if line["step"] <= step and "final" not in line
         ]
         atomic_write_text(path, "".join(lines))
-
-
-def is_out_of_patience(folder: Path, patience: int, data_since: int = 0) -> bool:
-    """Return whether the lowest validation loss is ``patience`` evaluations old; 0 is never.
-
-    Those up to step ``data_since`` were of other data.
-    """
-    if not patience:
-        return False
-    lines = read_lines(folder / METRICS, "validation_loss")
-    losses = [line["validation_loss"] for line in lines if line["step"] > data_since]
-    return bool(losses) and len(losses) - losses.index(min(losses)) > patience
 
 
 def config_fields(config: TrainConfig) -> dict[str, Any]:

@@ -4,35 +4,21 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from rich.console import Console
 
-from jllama import distributed, files
-from jllama.checkpoints.run import METRICS
-from jllama.language_model import LanguageModel
-from jllama.loggers import LOGGERS, finite_numbers, retrying_writer
-from jllama.report import REPORT, write_report
+from jllama.parallel import distributed
+from jllama.system import files
+from jllama.system.files import METRICS
 from jllama.training.config import TrainConfig
+from jllama.training.events import REPORT_EVERY_S, Callback, Event
+from jllama.training.loggers import LOGGERS, finite_numbers, retrying_writer
+from jllama.training.report import REPORT, write_report
 from jllama.training.run_folder import config_fields
-
-REPORT_EVERY_S = 60.0
-"""The least time between two drawings of a run's page, which take up to half a second."""
-
-
-class Event(NamedTuple):
-    """The argument of a callback."""
-
-    name: str  # ``log``, ``evaluation`` or ``save``
-    step: int  # after how many steps
-    figures: Mapping[str, Any]  # as in ``metrics.jsonl``; empty for ``save``
-    model: Callable[[], LanguageModel]  # returns a copy of the current model
-
-
-Callback = Callable[[Event], object]
 
 
 @dataclasses.dataclass

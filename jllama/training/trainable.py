@@ -12,15 +12,17 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Key
 
-from jllama.config import LlamaConfig, LoraConfig
-from jllama.errors import UsageError
-from jllama.lora import adapt, convert_weight, freeze, import_qwix, initial_adapter, merge
-from jllama.parameters import Params, parameter_table
+from jllama.core import UsageError
+from jllama.core.config import LlamaConfig
+from jllama.core.parameters import Params, parameter_table
+from jllama.core.step import AllWeights
+from jllama.models.config import LoraConfig
+from jllama.models.lora import adapt, convert_weight, freeze, import_qwix, initial_adapter, merge
 from jllama.training.config import TrainConfig
 
 
-class FullWeights:
-    """All weights are float32 masters, and all are trained."""
+class FullWeights(AllWeights):
+    """All weights, with what reading, splitting and merging them needs."""
 
     # How much of each parameter is trained, see ``training_flops_per_token``; None is all.
     shares: Mapping[str, float] | None = None
@@ -31,38 +33,9 @@ class FullWeights:
         """Return what takes the place of a parameter as soon as it is read."""
         return stack
 
-    def init(self, key: Key[Array, ""], weights: Params) -> tuple[Params, Params | None]:
-        """Return the state's ``params`` and ``base``, from all weights."""
-        return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), weights), None
-
     def specs(self, weights: Any) -> tuple[Any, Any, Any]:
         """Return the specs of ``params``, ``base`` and gradients, from those of all weights."""
         return weights, PartitionSpec(), weights
-
-    def select(self, params: Params) -> Params:
-        """Return what the optimizer updates."""
-        return params
-
-    def with_trained(self, params: Params, trained: Params) -> Params:
-        """Return ``params`` with new values of what ``select`` returns."""
-        return trained
-
-    def split(self, params: Params, base: Params | None, dtype: Any) -> tuple[Params, Params]:
-        """Return what the loss is differentiated by, and this device's parts of the weights.
-
-        The variables are zeros of the shapes of what is trained. No product uses them, but
-        ``jllama.sharding.gather_weight`` gives them the gradients, which may thus have another
-        ``dtype`` than the weights.
-        """
-        trained = self.select(params)
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype), trained), params
-
-    def assemble(self, variables: Params, weights: Params) -> tuple[Params, Params]:
-        """Return the model's parameters, and for each the variable that gets its gradient, or None.
-
-        ``variables`` and ``weights`` come from ``split``.
-        """
-        return weights, variables
 
     def merge(self, params: Params, base: Params | None) -> Params:
         """Return all weights of the current model."""
@@ -124,7 +97,7 @@ def _with_layers(stack: Array, layers: Array, part: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class LoraAdapters(FullWeights):
-    """Float32 adapters (``jllama.lora``) are trained, of a base that never changes."""
+    """Float32 adapters (``jllama.models.lora``) are trained, of a base that never changes."""
 
     model: LlamaConfig
     lora: LoraConfig
@@ -164,10 +137,7 @@ class LoraAdapters(FullWeights):
         return merge(base, params, self.model, self.lora)
 
 
-Trainable = FullWeights
-
-
-def trainable_of(config: TrainConfig, dtype: np.dtype[Any], mesh_shape: Any) -> Trainable:
+def trainable_of(config: TrainConfig, dtype: np.dtype[Any], mesh_shape: Any) -> FullWeights:
     """Return what is trained; ``UsageError`` if the base cannot be split over the mesh."""
     lora = config.lora
     patterns = config.training.trainable

@@ -9,15 +9,15 @@ from helpers import run_command, trained_smollm
 from helpers_adapters import adapter_params, make_run
 from models import FILE, weights
 
-from jllama.checkpoints.registry import load, open_checkpoint, save
-from jllama.checkpoints.tensors import base_fingerprint
 from jllama.commands import cli
-from jllama.config import LoraConfig
-from jllama.errors import JllamaError
-from jllama.language_model import LanguageModel
-from jllama.parameters import map_by_path
+from jllama.core import JllamaError
+from jllama.core.parameters import map_by_path
+from jllama.formats.registry import load, open_checkpoint, save
+from jllama.formats.tensors import base_fingerprint
+from jllama.models.config import LoraConfig
+from jllama.models.language_model import LanguageModel
 from jllama.templates.messages import TEMPLATES
-from jllama.tokenizers import BytesTokenizer
+from jllama.tokenizers.base import BytesTokenizer
 
 GREEDY = ["--temperature", "0", "--max_new_tokens", "8"]
 

@@ -12,16 +12,17 @@ from helpers import assert_same_bits
 from models import FILE
 
 import jllama
-from jllama import loggers
-from jllama.checkpoints.receipt import RECEIPT, describe_weights, read_receipt
-from jllama.checkpoints.run_checkpoints import RunCheckpoints
 from jllama.commands import audit, bisect
 from jllama.commands.bisect import print_bisection
 from jllama.commands.train import read_options
-from jllama.errors import JllamaError, UsageError
-from jllama.verify.bisect import bisect as find_difference
-from jllama.verify.bisect import compare_values
-from jllama.verify.checks import random_params
+from jllama.core import JllamaError, UsageError
+from jllama.formats.receipt import RECEIPT, describe_weights, read_receipt
+from jllama.formats.run_checkpoints import RunCheckpoints
+from jllama.lab.bisect import bisect as find_difference
+from jllama.lab.bisect import compare_values
+from jllama.lab.checks import random_params
+from jllama.tokenizers.base import BytesTokenizer
+from jllama.training import loggers
 
 
 def run_json(capsys, command, *arguments):
@@ -290,7 +291,7 @@ def checkpoints(tmp_path_factory):
     """A model in two formats, and as a function changes it."""
     folder = tmp_path_factory.mktemp("checkpoints")
     params = random_params(FILE, 0)
-    tokenizer = jllama.tokenizers.BytesTokenizer()
+    tokenizer = BytesTokenizer()
     jllama.save(jllama.LanguageModel(FILE, params, tokenizer), folder / "a", "hf")
     jllama.save(jllama.LanguageModel(FILE, params, tokenizer), folder / "b.gguf", "gguf")
 

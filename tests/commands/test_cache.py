@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from helpers import run_command
 
-from jllama import cache
 from jllama.commands import cli
+from jllama.system import cache
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_it_shows_all_kinds_and_clears_one_or_all(folder, capsys):
 )
 def test_what_is_no_action_or_kind_is_refused(words, said, folder):
     before = names(folder)
-    done = run_command("cache", *words)
+    done = run_command("doctor", "cache", *words)
     assert (done.code, done.out) == (2, "")
     assert said in done.err
     assert done.err.count("\n") == 1

@@ -25,12 +25,13 @@ from rich.cells import cell_len
 import jllama
 from jllama.commands import cli, terminal
 from jllama.commands.terminal import WordWrap
-from jllama.config import LlamaConfig
-from jllama.conversation import chat_ids
+from jllama.core.config import LlamaConfig
+from jllama.core.model import initial_params
+from jllama.generation.conversation import chat_ids
 from jllama.generation.generate import stream
 from jllama.generation.sampling_params import SamplingParams
-from jllama.model import initial_params
-from jllama.tokenizers import BytesTokenizer, train_sentencepiece
+from jllama.tokenizers.base import BytesTokenizer
+from jllama.tokenizers.sentencepiece import train_sentencepiece
 
 pytestmark = pytest.mark.usefixtures("loads_once")
 CONTEXT = 128

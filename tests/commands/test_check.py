@@ -43,7 +43,7 @@ def submissions(tmp_path_factory):
 
 def check(folder, *options):
     """In a process of its own: the tests' has threads, which a fork does not take along."""
-    command = [sys.executable, "-m", "jllama", "check", str(folder), *options]
+    command = [sys.executable, "-m", "jllama", "verify", "check", str(folder), *options]
     environment = os.environ | {"COLUMNS": "200"}
     return subprocess.run(
         command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
@@ -81,9 +81,9 @@ def test_the_table(submissions, tmp_path):
 
 def test_a_folder_without_submissions(tmp_path):
     (tmp_path / "notes.txt").write_text("")
-    done = run_command("check", tmp_path / "none")
+    done = run_command("verify", "check", tmp_path / "none")
     assert done.code == 1
     assert done.err.startswith("error: No such file or directory: ")
-    done = run_command("check", tmp_path)
+    done = run_command("verify", "check", tmp_path)
     problem = f"{tmp_path} holds no submissions: give a folder of .py files, or of folders of them"
     assert (done.code, done.err) == (2, f"error: {problem}\n")

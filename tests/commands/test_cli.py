@@ -92,8 +92,9 @@ def test_a_command_alone_shows_its_page_and_does_nothing(command, capsys, tmp_pa
     assert cli.run(command, []) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith(f"usage: python -m jllama {command} ")
-    assert f"\n\nexamples:\n  python -m jllama {command} " in err
+    parent = f"{cli.VERBS[command][0]} " if command in cli.VERBS else ""
+    assert err.startswith(f"usage: python -m jllama {parent}{command} ")
+    assert f"\n\nexamples:\n  python -m jllama {parent}{command} " in err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -110,7 +111,7 @@ def page():
     return show
 
 
-@pytest.mark.parametrize("command", cli.COMMANDS)
+@pytest.mark.parametrize("command", [*cli.COMMANDS, *cli.VERBS])
 def test_help_is_a_page_without_markup(command, page):
     short, everything = page(command), page(command, "all")
     assert len(short.splitlines()) <= 65
@@ -201,8 +202,21 @@ def test_the_page_of_all_commands(capsys):
     assert capsys.readouterr().out == text
     assert "usage: python -m jllama COMMAND" in text
     assert "tab completion: pip install 'jllama[completion]'" in text
+    assert len(cli.COMMANDS) <= 12
     for name, purpose in cli.COMMANDS.items():
         assert f"{name:8} {purpose}" in text
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_a_verb_stands_behind_its_command_and_has_its_old_name(verb, capsys):
+    parent, purpose = cli.VERBS[verb]
+    assert cli.main([parent, verb, "--help"]) == 0
+    page = capsys.readouterr().out
+    assert page.startswith(f"usage: python -m jllama {parent} {verb}")
+    assert cli.main([verb, "--help"]) == 0
+    assert capsys.readouterr() == (page, f"jllama {verb} is now jllama {parent} {verb}\n")
+    assert cli.main([parent, "--help"]) == 0
+    assert f"  {verb:8} {purpose}" in capsys.readouterr().out
 
 
 # Positional arguments and configurations

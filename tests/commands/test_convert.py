@@ -18,16 +18,17 @@ import safetensors.numpy
 from helpers import run_command, slow_but
 from models import FILE, weights
 
-from jllama.checkpoints import registry
-from jllama.checkpoints.registry import convert, load, save
 from jllama.commands import cli
 from jllama.commands.train import read_options
-from jllama.errors import JllamaError
-from jllama.language_model import LanguageModel
-from jllama.rope_scaling import Llama3Scaling
-from jllama.tokenizers import BytesTokenizer, train_sentencepiece
+from jllama.core import JllamaError
+from jllama.formats import registry
+from jllama.formats.registry import convert, load, save
+from jllama.lab.checks import random_params
+from jllama.models.language_model import LanguageModel
+from jllama.models.rope_scaling import Llama3Scaling
+from jllama.tokenizers.base import BytesTokenizer
+from jllama.tokenizers.sentencepiece import train_sentencepiece
 from jllama.training.resolve import resolve
-from jllama.verify.checks import random_params
 
 CONFIG = FILE
 
@@ -255,8 +256,8 @@ def test_training_is_told_the_factor(place, workshop, scaled, capsys):
 
 def test_doctor_knows_presets_and_every_format(models, capsys, monkeypatch):
     # It has its own test.
-    monkeypatch.setattr("jllama.verify.conformance.whole_error", lambda *_: 0.0)
-    monkeypatch.setattr("jllama.verify.conformance.cached_error", lambda *_: 0.0)
+    monkeypatch.setattr("jllama.lab.conformance.whole_error", lambda *_: 0.0)
+    monkeypatch.setattr("jllama.lab.conformance.cached_error", lambda *_: 0.0)
     assert cli.run("doctor", ["--preset", "llama3.2-1b"]) == 0
     assert "1,235,814,400" in capsys.readouterr().out
     assert cli.run("doctor", ["--checkpoint", str(models / "gguf")]) == 0
@@ -339,7 +340,7 @@ def test_the_format_is_read_off_the_target(place):
 
 SLOWLY = """
 import itertools, signal, sys, time
-from jllama.checkpoints import safetensors_file
+from jllama.formats import safetensors_file
 from jllama.commands import cli
 from jllama.commands.train import read_options
 

@@ -13,8 +13,8 @@ from helpers import run_command, trained_smollm
 
 import jllama
 from jllama.commands import cli
-from jllama.config import LlamaConfig
-from jllama.model import initial_params
+from jllama.core.config import LlamaConfig
+from jllama.core.model import initial_params
 from jllama.templates.messages import TEMPLATES, conversation_tokens
 
 TOKENIZER = trained_smollm(

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from jllama.commands import cli
-from jllama.files import file_lock
+from jllama.system.files import file_lock
 
 STEPS = 20
 OFTEN = ("--training.eval_every", 1, "--training.sample_tokens", 0, "--resume", "auto")

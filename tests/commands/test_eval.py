@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import jllama
-from jllama import oracle
 from jllama.commands import cli
-from jllama.config import LlamaConfig
-from jllama.evaluation.scoring import sliding_windows
-from jllama.language_model import LanguageModel
-from jllama.tokenizers import BytesTokenizer
-from jllama.verify.checks import random_params
+from jllama.core.config import LlamaConfig
+from jllama.lab.checks import random_params
+from jllama.models import oracle
+from jllama.models.language_model import LanguageModel
+from jllama.score.scoring import sliding_windows
+from jllama.tokenizers.base import BytesTokenizer
 
 pytestmark = pytest.mark.usefixtures("loads_once")
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog says: 'Füße!' 🙂\n"
@@ -217,8 +217,8 @@ def test_what_cannot_be_scored_of_chats_is_one_sentence(place, chats, capsys):
 
 def test_tasks_without_lm_eval(place, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval.api.instance", None)
-    monkeypatch.delitem(sys.modules, "jllama.evaluation.harness", raising=False)
-    monkeypatch.delattr("jllama.evaluation.harness", raising=False)
+    monkeypatch.delitem(sys.modules, "jllama.lab.harness", raising=False)
+    monkeypatch.delattr("jllama.lab.harness", raising=False)
     assert cli.run("eval", [str(place / "model"), "--tasks", "arc_easy"]) == 1
     assert "error: lm-eval's tasks need its package" in (said := capsys.readouterr().err)
     assert said.endswith("pip install 'jllama[eval]'\n")

@@ -5,8 +5,8 @@ import shutil
 import pytest
 import yaml
 
-from jllama.checkpoints.run import read_config
 from jllama.commands import cli
+from jllama.formats.run import read_config
 
 MODEL = {
     **{"num_layers": 2, "embed_dim": 32, "num_heads": 2, "mlp_dim": 48, "max_seq_len": 32},

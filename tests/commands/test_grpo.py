@@ -35,7 +35,6 @@ MISTAKES = """
 --training.objective=next_token -> auto or grpo, with reward
 --reward= -> it must say how answers are rewarded, since training.objective is grpo
 --data.path=stdlib --data.mixture={"prompts.jsonl":1} -> it must be left out with reward
---training.grpo.exact=true --mesh.tensor=2 -> mesh.tensor is 2; it must be 1 in exact mode
 --training.grpo.advantage=best -> training.grpo.advantage
 --training.grpo.clip_low=2 -> training.grpo.clip_low
 --training.grpo.reward_limit_s=0 -> training.grpo.reward_limit_s

@@ -10,13 +10,13 @@ import yaml
 from helpers import trained_smollm
 from models import FILE, weights
 
-from jllama.checkpoints.registry import save
 from jllama.commands import cli
 from jllama.data.batches import ChatTokens
 from jllama.data.datasets import ChatDataset
-from jllama.language_model import LanguageModel
+from jllama.formats.registry import save
+from jllama.models.language_model import LanguageModel
 from jllama.templates.messages import TEMPLATES
-from jllama.tokenizers import BytesTokenizer
+from jllama.tokenizers.base import BytesTokenizer
 
 QUESTIONS = [f"Question {number}?" for number in range(12)]
 

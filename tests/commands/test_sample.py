@@ -13,15 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jllama
-from jllama import oracle
-from jllama.checkpoints.registry import load
 from jllama.commands import cli, prompts_file
 from jllama.commands.sample import SampleOptions
-from jllama.config import LlamaConfig
+from jllama.core.config import LlamaConfig
+from jllama.formats.registry import load
 from jllama.generation.generate import generate
 from jllama.generation.sampling_params import SamplingParams
-from jllama.language_model import LanguageModel, weights_fingerprint
-from jllama.tokenizers import BytesTokenizer
+from jllama.models import oracle
+from jllama.models.language_model import LanguageModel, weights_fingerprint
+from jllama.tokenizers.base import BytesTokenizer
 
 pytestmark = pytest.mark.usefixtures("loads_once")
 
@@ -359,7 +359,7 @@ def test_doctor(capsys):
 
 
 def test_doctor_fails_where_the_device_computes_wrongly(small_run, capsys, monkeypatch):
-    monkeypatch.setattr("jllama.verify.checks.TOLERANCE", 1e-12)
+    monkeypatch.setattr("jllama.lab.checks.TOLERANCE", 1e-12)
     assert cli.run("doctor", ["--checkpoint", str(small_run.folder)]) == 1
     out, err = capsys.readouterr()
     assert "35,168" in out  # of the run

@@ -21,10 +21,10 @@ from helpers_adapters import adapter_params, make_run
 from models import SERVED, served, weights
 
 import jllama
-from jllama.checkpoints.registry import open_checkpoint, save
-from jllama.checkpoints.tensors import base_fingerprint
 from jllama.commands import cli
-from jllama.config import LoraConfig
+from jllama.formats.registry import open_checkpoint, save
+from jllama.formats.tensors import base_fingerprint
+from jllama.models.config import LoraConfig
 from jllama.templates.messages import TEMPLATES
 
 ROOT = Path(__file__).parents[2]

@@ -22,25 +22,26 @@ import numpy as np
 import pytest
 import yaml
 
-from jllama import files
-from jllama.checkpoints.registry import load, save
 from jllama.commands import cli
 from jllama.commands.cli import parse
 from jllama.commands.train import read_options
-from jllama.config import LlamaConfig
+from jllama.core import UsageError
+from jllama.core.config import LlamaConfig
+from jllama.core.model import abstract_params
+from jllama.core.parameters import count_parameters
 from jllama.data.config import DataConfig
-from jllama.errors import UsageError
-from jllama.files import file_lock
-from jllama.language_model import LanguageModel
-from jllama.model import abstract_params
-from jllama.parameters import count_parameters
-from jllama.presets import preset
-from jllama.tokenizers import BytesTokenizer
-from jllama.training import loop, run_folder
+from jllama.formats.registry import load, save
+from jllama.models.language_model import LanguageModel
+from jllama.models.presets import preset
+from jllama.system import files
+from jllama.system.files import file_lock
+from jllama.tokenizers.base import BytesTokenizer
+from jllama.training import run_folder, samples, sources
 from jllama.training.config import LoopConfig, TrainConfig
 from jllama.training.metrics import Evaluation
 from jllama.training.optimizer import learning_rate_at
 from jllama.training.resolve import resolve
+from jllama.training.run import train
 
 STEPS, EPOCH = 20, 6
 SHORT = ("--training.steps", 2, "--training.eval_every", 2, "--training.sample_tokens", 0)
@@ -523,7 +524,7 @@ def test_what_was_due_when_a_run_was_stopped_is_done_when_it_goes_on(workshop, c
     assert [line for line in read_run.lines(copied) if "loss" not in line] == evaluations
     before = everything(copied)
     options = workshop.options(copied, "--resume", "auto")
-    final = loop.train(parse(TrainConfig, options, "train.py"))
+    final = train(parse(TrainConfig, options, "train.py"))
     assert dataclasses.asdict(final) == lines[-1]["final"]
     assert everything(copied) == before
 
@@ -544,8 +545,8 @@ def test_what_may_fail_and_what_may_not(workshop, tmp_path, capsys, monkeypatch,
     def fail(*arguments, **named):
         raise RuntimeError("no words")
 
-    monkeypatch.setattr(loop, "evaluate", evaluate)
-    monkeypatch.setattr(loop, "generate", fail)
+    monkeypatch.setattr(sources, "evaluate", evaluate)
+    monkeypatch.setattr(samples, "generate", fail)
     run = tmp_path / "run"
     assert workshop.run(run, "--training.eval_every", 2) == 1
     err = capsys.readouterr().err

@@ -16,19 +16,12 @@ from rich.console import Console
 
 import jllama
 from jllama.commands import cli
-from jllama.config import LlamaConfig
+from jllama.core.config import LlamaConfig
 from jllama.functional import UnsupportedAttention
-from jllama.language_model import LanguageModel
-from jllama.tokenizers import BytesTokenizer
-from jllama.verify.checks import (
-    Check,
-    matrix,
-    matrix_json,
-    precision_note,
-    random_params,
-    run_checks,
-)
-from jllama.verify.mutations import MUTATIONS
+from jllama.lab.checks import Check, matrix, matrix_json, precision_note, random_params, run_checks
+from jllama.lab.mutations import MUTATIONS
+from jllama.models.language_model import LanguageModel
+from jllama.tokenizers.base import BytesTokenizer
 
 THETA = next(mutation for mutation in MUTATIONS if mutation.name == "theta x2")
 
@@ -71,7 +64,7 @@ def test_part_of_the_matrix_as_a_user_runs_it(tmp_path):
 
 
 def test_a_failure_is_exit_code_1_and_says_where(monkeypatch, capsys):
-    monkeypatch.setattr("jllama.verify.conformance.compiled_jllama", lambda: planted(THETA))
+    monkeypatch.setattr("jllama.lab.conformance.compiled_jllama", lambda: planted(THETA))
     assert cli.run("verify", ["--only", "conformance/llama2.c/hf v5"]) == 1
     out = capsys.readouterr().out
     problem = r"conformance/llama2.c/hf v5: relative error \d\.\de[+-]\d\d, tolerance 1e-05"
@@ -136,7 +129,7 @@ def test_a_check_that_raises_has_failed_and_the_others_go_on():
         raise ValueError("shapes differ")
 
     def unreadable():
-        raise jllama.errors.JllamaError("the file is cut off")
+        raise jllama.system.errors.JllamaError("the file is cut off")
 
     def refused():
         raise UnsupportedAttention("the attention implementation 'mine' cannot serve a mask")

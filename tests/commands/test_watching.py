@@ -16,10 +16,10 @@ import yaml
 from helpers import run_command
 from tensorboardX.proto.event_pb2 import Event
 
-from jllama import files
 from jllama.commands import cli
-from jllama.loggers import LOGGERS, retrying_writer
-from jllama.training import loop, tracker
+from jllama.system import files
+from jllama.training import samples, sources, tracker
+from jllama.training.loggers import LOGGERS, retrying_writer
 from jllama.training.metrics import Evaluation
 
 
@@ -95,7 +95,7 @@ def test_a_restart_leaves_no_gap_in_samples_and_tensorboard(
     """TensorBoard has what metrics.jsonl has, live and replayed; samples that failed are tried
     again, then too.
     """
-    run, attempts, generate = tmp_path / "run", [], loop.generate
+    run, attempts, generate = tmp_path / "run", [], samples.generate
 
     def fails_at_first(*arguments, **named):
         attempts.append(None)
@@ -103,7 +103,7 @@ def test_a_restart_leaves_no_gap_in_samples_and_tensorboard(
             raise RuntimeError("no words")
         return generate(*arguments, **named)
 
-    monkeypatch.setattr(loop, "generate", fails_at_first)
+    monkeypatch.setattr(samples, "generate", fails_at_first)
     options = ("--logger", "tensorboard", "--training.sample_tokens", 2)
     assert train(workshop, run, *options) == 0  # sampling is due from step 2 on
     assert read_run.lines(run, "samples.jsonl") == []
@@ -225,7 +225,7 @@ def test_patience_ends_a_run_also_after_a_restart(
 ):
     """Nothing is learned: the first evaluation stays the best."""
     run = tmp_path / "run"
-    monkeypatch.setattr(loop, "evaluate", lambda *_: Evaluation(5.0, 150.0, 7.0))
+    monkeypatch.setattr(sources, "evaluate", lambda *_: Evaluation(5.0, 150.0, 7.0))
     patient = ("--training.patience", 3)
     assert train(workshop, run, *patient, steps=6, every=1) == 0
     lines = read_run.lines(run)
@@ -262,7 +262,7 @@ def test_a_page_for_several_runs(workshop, small_run, tmp_path, capsys, monkeypa
     assert capsys.readouterr().err == "wrote report.html\n"
     assert "<b>two" not in page
     shutil.copy(small_run.folder / "config.yaml", tmp_path / "one" / "config.yaml")
-    monkeypatch.setattr("jllama.report._chart", lambda *_: "<svg></svg>")
+    monkeypatch.setattr("jllama.training.report._chart", lambda *_: "<svg></svg>")
     assert cli.run("report", ["one", "--output", "other.html"]) == 0
     assert cli.run("report", ["one"]) == 0
     own = (tmp_path / "one" / "report.html").read_text()

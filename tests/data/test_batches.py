@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from jllama.core import JllamaError
 from jllama.data.batches import text_batch, training_batches, validation_batches
-from jllama.errors import JllamaError
 
 TOKENS = np.arange(1003, dtype=np.uint16)  # a token is its position
 BOS = 2000  # none of them

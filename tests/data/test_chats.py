@@ -21,14 +21,14 @@ from hypothesis import strategies as st
 from models import FILE, weights
 
 import jllama
-from jllama.checkpoints.registry import open_checkpoint
-from jllama.config import LlamaConfig
+from jllama.core import JllamaError, UsageError
+from jllama.core.config import LlamaConfig
 from jllama.data import batches, chats
 from jllama.data.batches import ChatTokens, chat_batches, chat_validation_batches, num_epoch_rows
 from jllama.data.chats import data_task, prepare_chats, read_records, record_tokens
 from jllama.data.config import DataConfig
 from jllama.data.corpus import corpus_files
-from jllama.errors import JllamaError, UsageError
+from jllama.formats.registry import open_checkpoint
 from jllama.templates.messages import chat_format, end_of_turn_ids
 from jllama.training.config import LoopConfig, TrainConfig
 from jllama.training.resolve import resolve

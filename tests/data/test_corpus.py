@@ -18,9 +18,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jllama.core import JllamaError
 from jllama.data import corpus
 from jllama.data.corpus import corpus_files, read_corpus
-from jllama.errors import JllamaError
 
 try:
     from compression import zstd

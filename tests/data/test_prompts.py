@@ -6,11 +6,11 @@ import random
 
 import pytest
 
+from jllama.core import JllamaError
 from jllama.data.config import DataConfig
 from jllama.data.prompts import prepare_prompts
-from jllama.errors import JllamaError
 from jllama.templates.messages import TEMPLATES
-from jllama.tokenizers import BytesTokenizer
+from jllama.tokenizers.base import BytesTokenizer
 
 TOKENIZER = BytesTokenizer()
 MESSAGES = [{"role": "user", "content": "Who?"}]

@@ -13,13 +13,15 @@ from helpers import trained_llama3, trained_smollm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jllama.core import JllamaError, UsageError
 from jllama.data import corpus as corpora
 from jllama.data import tokens
 from jllama.data.config import DataConfig
 from jllama.data.corpus import cut_chunks
 from jllama.data.tokens import SPLITS, prepare_data
-from jllama.errors import JllamaError, UsageError
-from jllama.tokenizers import BytesTokenizer, as_huggingface, train_sentencepiece
+from jllama.tokenizers.base import BytesTokenizer
+from jllama.tokenizers.loading import as_huggingface
+from jllama.tokenizers.sentencepiece import train_sentencepiece
 
 TEXTS = [f"Document {number} says: {'ho ' * (number % 7)}é世\n" for number in range(100)]
 

@@ -10,7 +10,6 @@ from helpers import assert_gradients_match
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jllama import oracle
 from jllama.functional import (
     ATTENTION,
     AttentionImplementation,
@@ -20,7 +19,8 @@ from jllama.functional import (
     grouped_query_attention,
     masked_softmax,
 )
-from jllama.verify.checks import relative_error
+from jllama.lab.checks import relative_error
+from jllama.models import oracle
 
 BATCH = 2
 HERE = [name for name, implementation in ATTENTION.items() if not implementation.platform]
@@ -124,7 +124,7 @@ def loops(mask, seq, kv_seq):
 @pytest.fixture(scope="module")
 def small_blocks():
     """Blocks of a few queries and keys, for which eight tokens are a long sequence."""
-    module = importlib.import_module("jllama.functional.attention")
+    module = importlib.import_module("jllama.kernels.attention")
     with pytest.MonkeyPatch.context() as patch:
         for name, size in {"_BLOCK": 4, "_CACHE_BLOCK": 3, "_CACHE_QUERIES": 3}.items():
             patch.setattr(module, name, size)
@@ -166,7 +166,7 @@ def test_every_implementation_in_fewer_bits(implementation, dtype, tolerance):
 
 def test_a_window_saves_products(monkeypatch):
     """A block of 64 queries has scores of the keys in its window alone."""
-    module = importlib.import_module("jllama.functional.attention")
+    module = importlib.import_module("jllama.kernels.attention")
     monkeypatch.setattr(module, "_BLOCK", 64)
     shapes = [jax.ShapeDtypeStruct((1, 4, 4096, 16), jnp.float32)] * 3
 

@@ -8,10 +8,10 @@ from helpers import assert_gradients_match, half_split_from_interleaved
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jllama import oracle, rope_scaling
 from jllama.functional import apply_rope, rms_norm, rope_tables, swiglu
-from jllama.rope_scaling import Llama3Scaling
-from jllama.verify.checks import relative_error
+from jllama.lab.checks import relative_error
+from jllama.models import oracle, rope_scaling
+from jllama.models.rope_scaling import Llama3Scaling
 
 HEAD_DIM = 64
 LAST_POSITION = 2**24 - 1

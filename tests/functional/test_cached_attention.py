@@ -13,9 +13,9 @@ from helpers import slow_but
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jllama import oracle
 from jllama.functional import Mask, attention
-from jllama.verify.checks import relative_error
+from jllama.lab.checks import relative_error
+from jllama.models import oracle
 
 OVER_A_CACHE = pytest.mark.parametrize("name", ["cached", "split"])
 seeds = st.integers(0, 2**32 - 1)

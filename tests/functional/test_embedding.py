@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jllama.functional import embedding
-from jllama.functional.embedding import sums_by_token
-from jllama.verify.checks import relative_error
+from jllama.kernels.embedding import sums_by_token
+from jllama.lab.checks import relative_error
 
 compiled_sums = jax.jit(sums_by_token, static_argnums=0)
 

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from helpers import slow_but
 
-from jllama import oracle
-from jllama.errors import UsageError
+from jllama.core import UsageError
 from jllama.functional import (
     ATTENTION,
     Mask,
@@ -21,11 +20,12 @@ from jllama.functional import (
     attention,
     choose_attention,
     choose_cache_attention,
-    kernels,
 )
-from jllama.functional.kernels import first_of_segments, paged, splash, triton
-from jllama.model import check_attention
-from jllama.verify.checks import relative_error
+from jllama.kernels import kernels
+from jllama.kernels.kernels import first_of_segments, paged, splash, triton
+from jllama.lab.checks import relative_error
+from jllama.models import oracle
+from jllama.models.build import check_attention
 
 
 def tokamax(*arguments, interpret):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jllama.functional import DecodeMatrix, decode_matrix
-from jllama.verify.checks import relative_error
+from jllama.lab.checks import relative_error
 
 LAYOUTS = {
     "to heads": ((48, 4, 16), (0,)),

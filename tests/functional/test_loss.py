@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jllama import oracle
 from jllama.functional import DecodeMatrix, decode_matrix, linear_cross_entropy, token_log_probs
-from jllama.verify.checks import relative_error
+from jllama.lab.checks import relative_error
+from jllama.models import oracle
 
 VOCAB = 50
 seeds = st.integers(0, 2**32 - 1)

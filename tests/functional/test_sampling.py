@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from scipy.special import chdtrc
 from transformers.generation import logits_process as processors
 
-from jllama import oracle
 from jllama.functional import (
     PENALTIES,
     ban,
@@ -24,6 +23,7 @@ from jllama.functional import (
     top_p_mask,
     truncated_logits,
 )
+from jllama.models import oracle
 
 VOCAB = 8
 DRAWS = 10_000

@@ -15,23 +15,23 @@ from hypothesis import strategies as st
 from models import SMALL, weights
 
 from jllama import functional as F
-from jllama import oracle
-from jllama.decode_params import DecodeParams, decode_layout
-from jllama.errors import UsageError
+from jllama.core import UsageError
 from jllama.generation import engine as engines
 from jllama.generation import steps
 from jllama.generation.decode_batch import MAX_STOPS
 from jllama.generation.engine import Engine
 from jllama.generation.generate import completions
+from jllama.generation.grammar import Grammar
 from jllama.generation.prompt_lookup import draft_tokens
 from jllama.generation.requests import Answer, Piece, Request
 from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.generation.steps import STEPS
 from jllama.generation.text import encode_prompt
-from jllama.grammar import Grammar
-from jllama.language_model import LanguageModel
-from jllama.tokenizers import BytesTokenizer
-from jllama.verify.checks import random_params
+from jllama.lab.checks import random_params
+from jllama.models import oracle
+from jllama.models.decode_params import DecodeParams, decode_layout
+from jllama.models.language_model import LanguageModel
+from jllama.tokenizers.base import BytesTokenizer
 
 
 class FiftyTokens(BytesTokenizer):

@@ -8,10 +8,10 @@ from helpers import slow_but
 from helpers_families import PROMPTS, answers, likeliest
 from models import FAMILIES
 
-from jllama.decode_params import decode_layout
 from jllama.generation.engine import Engine
-from jllama.language_model import LanguageModel
-from jllama.verify.checks import random_params
+from jllama.lab.checks import random_params
+from jllama.models.decode_params import decode_layout
+from jllama.models.language_model import LanguageModel
 
 ALL = "all at once"
 

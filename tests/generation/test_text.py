@@ -12,17 +12,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from models import SMALL
 
-from jllama.conversation import chat, chat_ids
-from jllama.decode_params import decode_layout
-from jllama.errors import JllamaError, UsageError
+from jllama.core import JllamaError, UsageError
 from jllama.generation import engine as engines
+from jllama.generation.conversation import chat, chat_ids
 from jllama.generation.generate import completions, generate, stream, warm_up
 from jllama.generation.sampling_params import Prompt, SamplingFields, SamplingParams
 from jllama.generation.text import Completion, TextDecoder, encode_prompt, prompt_ids
-from jllama.language_model import LanguageModel
+from jllama.lab.checks import random_params
+from jllama.models.decode_params import decode_layout
+from jllama.models.language_model import LanguageModel
 from jllama.templates.messages import end_of_turn_ids
-from jllama.tokenizers import BytesTokenizer, train_sentencepiece
-from jllama.verify.checks import random_params
+from jllama.tokenizers.base import BytesTokenizer
+from jllama.tokenizers.sentencepiece import train_sentencepiece
 
 BYTES = BytesTokenizer()
 BPE = train_sentencepiece(

@@ -27,13 +27,14 @@ from helpers_serve import (
 from models import served
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from jllama.errors import ContextError, UsageError
+from jllama.core import UsageError
 from jllama.generation.sampling_params import SamplingParams
 from jllama.serve.config import EngineConfig
 from jllama.serve.engine import CHUNK, EngineThread
 from jllama.serve.protocol import Conversation, render_conversation
 from jllama.serve.requests import Busy
-from jllama.tokenizers import BytesTokenizer
+from jllama.system.errors import ContextError
+from jllama.tokenizers.base import BytesTokenizer
 
 STOCK = {
     path.stem: path.read_text()

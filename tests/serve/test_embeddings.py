@@ -12,8 +12,8 @@ import pytest
 from helpers_serve import COMPLETIONS, refused
 from models import SERVED, served
 
-from jllama import oracle
-from jllama.verify.checks import random_params
+from jllama.lab.checks import random_params
+from jllama.models import oracle
 
 EMBEDDINGS = "/v1/embeddings"
 LENGTHS = [1, 2, 17, 255, 256, 257, 1024]

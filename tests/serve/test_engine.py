@@ -21,18 +21,18 @@ from models import SERVED, served
 
 import jllama
 from jllama import functional as F
-from jllama import oracle
-from jllama.errors import UsageError
+from jllama.core import UsageError
 from jllama.generation import steps
 from jllama.generation.engine import Engine
+from jllama.generation.grammar import Grammar
 from jllama.generation.requests import Answer
-from jllama.grammar import Grammar
+from jllama.lab.checks import random_params
+from jllama.models import oracle
 from jllama.serve import metrics
 from jllama.serve.config import EngineConfig
 from jllama.serve.engine import CHUNK, EngineThread
 from jllama.serve.protocol import Continuation, make_job
 from jllama.serve.requests import Busy, Failure
-from jllama.verify.checks import random_params
 
 
 def started_with_two(**config):

@@ -33,7 +33,7 @@ from hypothesis import strategies as st
 from models import served
 
 from jllama.commands import cli
-from jllama.conversation import chat_ids
+from jllama.generation.conversation import chat_ids
 from jllama.generation.requests import Answer, Piece, Token
 from jllama.generation.text import Completion
 from jllama.serve import app as app_module

@@ -12,7 +12,7 @@ from models import served
 from jllama.generation import engine as engine_module
 from jllama.generation import steps
 from jllama.generation.engine import Engine
-from jllama.grammar import Grammar
+from jllama.generation.grammar import Grammar
 from jllama.serve.engine import CHUNK
 
 

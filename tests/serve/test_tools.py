@@ -16,9 +16,9 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from transformers.utils.chat_template_utils import render_jinja_template
 
 import jllama
-from jllama.errors import UsageError
+from jllama.core import UsageError
+from jllama.generation.grammar import Matcher
 from jllama.generation.text import Prompt, TextDecoder
-from jllama.grammar import Matcher
 from jllama.serve.tools import ToolParser, call_grammar, check_tools, find_dialect
 from jllama.templates.messages import (
     TEMPLATES,
@@ -27,7 +27,7 @@ from jllama.templates.messages import (
     template_variables,
 )
 from jllama.templates.template import render
-from jllama.tokenizers import BytesTokenizer
+from jllama.tokenizers.base import BytesTokenizer
 
 STOCK = {
     path.stem: path.read_text()

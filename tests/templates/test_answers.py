@@ -26,8 +26,8 @@ from helpers_real import (
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jllama.checkpoints.gguf_file import read_gguf_file
-from jllama.errors import JllamaError, UsageError
+from jllama.core import JllamaError, UsageError
+from jllama.formats.gguf_file import read_gguf_file
 from jllama.templates import messages as answers
 from jllama.templates import template as limits
 from jllama.templates.messages import (
@@ -37,14 +37,11 @@ from jllama.templates.messages import (
     find_template,
     openai_messages,
 )
-from jllama.tokenizers import (
-    HuggingFaceTokenizer,
-    load_tokenizer,
-    save_huggingface,
-    train_sentencepiece,
-)
 from jllama.tokenizers.base import TokenType
 from jllama.tokenizers.gguf import from_gguf
+from jllama.tokenizers.huggingface import HuggingFaceTokenizer
+from jllama.tokenizers.loading import load_tokenizer, save_huggingface
+from jllama.tokenizers.sentencepiece import train_sentencepiece
 
 
 def phi_3():

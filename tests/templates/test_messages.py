@@ -13,10 +13,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from jllama.config import LlamaConfig
-from jllama.conversation import chat_ids
-from jllama.errors import JllamaError, UsageError
-from jllama.language_model import LanguageModel
+from jllama.core import JllamaError, UsageError
+from jllama.core.config import LlamaConfig
+from jllama.generation.conversation import chat_ids
+from jllama.models.language_model import LanguageModel
 from jllama.templates.messages import (
     TEMPLATES,
     check_messages,
@@ -26,7 +26,9 @@ from jllama.templates.messages import (
     with_date,
 )
 from jllama.templates.template import render
-from jllama.tokenizers import BytesTokenizer, as_huggingface, save_huggingface, train_sentencepiece
+from jllama.tokenizers.base import BytesTokenizer
+from jllama.tokenizers.loading import as_huggingface, save_huggingface
+from jllama.tokenizers.sentencepiece import train_sentencepiece
 
 CONFIG = LlamaConfig(vocab_size=300, num_layers=1, embed_dim=32)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from helpers import slow_but
 
-from jllama.errors import JllamaError, UsageError
+from jllama.core import JllamaError, UsageError
 from jllama.templates import template as limits
 from jllama.templates.messages import TEMPLATES
 from jllama.templates.template import render

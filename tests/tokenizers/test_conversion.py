@@ -22,24 +22,26 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
-from jllama.errors import JllamaError
-from jllama.tokenizers import (
-    BytesTokenizer,
-    HuggingFaceTokenizer,
-    SentencePieceTokenizer,
-    TiktokenTokenizer,
+from jllama.core import JllamaError
+from jllama.tokenizers.base import BYTE_CHARS, BytesTokenizer, TokenType, Vocabulary
+from jllama.tokenizers.gguf import from_gguf, to_gguf
+from jllama.tokenizers.huggingface import PRE_TOKENIZERS, HuggingFaceTokenizer
+from jllama.tokenizers.llama2c import load_llama2c_tokenizer, save_llama2c_tokenizer
+from jllama.tokenizers.loading import (
     as_huggingface,
     has_tokenizer,
     load_tokenizer,
     save_huggingface,
     save_meta,
-    train_sentencepiece,
 )
-from jllama.tokenizers.base import BYTE_CHARS, TokenType, Vocabulary
-from jllama.tokenizers.gguf import from_gguf, to_gguf
-from jllama.tokenizers.huggingface import PRE_TOKENIZERS
-from jllama.tokenizers.llama2c import load_llama2c_tokenizer, save_llama2c_tokenizer
-from jllama.tokenizers.tiktoken import PATTERN, SPECIAL_TOKENS, _parts, write_ranks
+from jllama.tokenizers.sentencepiece import SentencePieceTokenizer, train_sentencepiece
+from jllama.tokenizers.tiktoken import (
+    PATTERN,
+    SPECIAL_TOKENS,
+    TiktokenTokenizer,
+    _parts,
+    write_ranks,
+)
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog, don't they? 12 345 6789\n\n  def f(x):\n    "

@@ -16,21 +16,16 @@ import transformers
 from hard_text import HARD
 from helpers_real import ranks_of, real_cl100k, real_file, real_o200k, real_qwen, real_tekken
 
-from jllama.checkpoints.gguf_file import read_gguf_file
 from jllama.data import corpus, tokens
+from jllama.formats.gguf_file import read_gguf_file
 from jllama.templates.messages import TEMPLATES, find_template, template_variables
 from jllama.templates.template import render
-from jllama.tokenizers import (
-    HuggingFaceTokenizer,
-    SentencePieceTokenizer,
-    TiktokenTokenizer,
-    load_tokenizer,
-    save_huggingface,
-    save_meta,
-)
 from jllama.tokenizers.gguf import from_gguf, to_gguf
+from jllama.tokenizers.huggingface import HuggingFaceTokenizer
 from jllama.tokenizers.llama2c import save_llama2c_tokenizer
-from jllama.tokenizers.tiktoken import PATTERN
+from jllama.tokenizers.loading import load_tokenizer, save_huggingface, save_meta
+from jllama.tokenizers.sentencepiece import SentencePieceTokenizer
+from jllama.tokenizers.tiktoken import PATTERN, TiktokenTokenizer
 
 pytestmark = pytest.mark.real_weights
 

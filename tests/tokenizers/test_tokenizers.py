@@ -13,16 +13,12 @@ from hard_text import trained_model
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jllama.checkpoints.chat_files import read_text_files
-from jllama.errors import JllamaError
-from jllama.tokenizers import (
-    BytesTokenizer,
-    Tokenizer,
-    as_huggingface,
-    load_tokenizer,
-    train_sentencepiece,
-)
+from jllama.core import JllamaError
+from jllama.formats.chat_files import read_text_files
 from jllama.tokenizers import sentencepiece as module
+from jllama.tokenizers.base import BytesTokenizer, Tokenizer
+from jllama.tokenizers.loading import as_huggingface, load_tokenizer
+from jllama.tokenizers.sentencepiece import train_sentencepiece
 
 CORPUS = [
     "def area(radius: float) -> float:\n    return 3.14159 * radius**2  # the circle's\n",

@@ -20,11 +20,10 @@ from tuning import compiled, first_errors, sampled_answers
 
 from jllama import GrpoConfig, LoopConfig, TrainConfig
 from jllama import functional as F
-from jllama.data.batches import Batch, Sampled
+from jllama.core.step import Batch, Sampled, Targets
 from jllama.functional import drawn_log_probs, sample
-from jllama.training import objectives, step
-from jllama.training.objectives import Targets
-from jllama.training.rollouts import Sample, assemble, group_advantages, mismatch
+from jllama.rl.rollouts import Sample, assemble, group_advantages, mismatch
+from jllama.training import compiling, objectives
 
 LOSS, SLOPE = 1e-5, 1e-4
 PAPER = GrpoConfig(group_size=4, kl=0.1, normalization="answers")
@@ -105,7 +104,7 @@ def test_ten_steps_have_torchs_losses(monkeypatch):
     Both compute in float64: a mean of ratios near 1 is no better than the log-probabilities, which
     float32 has to 1e-6.
     """
-    monkeypatch.setattr(step, "compute_dtype", lambda *_: np.dtype("float64"))
+    monkeypatch.setattr(compiling, "compute_dtype", lambda *_: np.dtype("float64"))
     options = GrpoConfig(group_size=4, clip_high=0.28, importance_cap=1.2, kl=0.1)
     batches = [sampled_answers(40 + number % 5) for number in range(10)]
     optimizer = dataclasses.replace(tuning.OPTIMIZER, learning_rate=3e-4)

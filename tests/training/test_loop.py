@@ -14,20 +14,23 @@ from models import SMALL
 from rich.console import Console
 
 import jllama
-from jllama.config import LlamaConfig
-from jllama.conversation import chat_ids
+from jllama.core import UsageError
+from jllama.core.config import LlamaConfig
+from jllama.core.parameters import count_parameters
+from jllama.core.step import StepMetrics
 from jllama.data.batches import ChatTokens
 from jllama.data.datasets import BatchSource, ChatDataset
-from jllama.errors import UsageError
-from jllama.language_model import LanguageModel
-from jllama.parameters import count_parameters
-from jllama.sharding import MeshConfig, make_mesh
+from jllama.generation.conversation import chat_ids
+from jllama.models.language_model import LanguageModel
+from jllama.parallel.sharding import MeshConfig, make_mesh
 from jllama.templates.messages import TEMPLATES
-from jllama.tokenizers import BytesTokenizer
-from jllama.training import loop
+from jllama.tokenizers.base import BytesTokenizer
+from jllama.training import loop, samples
+from jllama.training.compiling import compile_training
 from jllama.training.config import LoopConfig, OptimizerConfig, TrainConfig
-from jllama.training.opening import Run, check_memory
-from jllama.training.step import StepMetrics, compile_training
+from jllama.training.loop import Run
+from jllama.training.opening import check_memory
+from jllama.training.sources import Source
 from jllama.training.tracker import Tracker
 
 
@@ -76,7 +79,7 @@ def test_the_speed_logged_is_that_of_steps_that_are_done(monkeypatch):
         planned_bytes=0,
         num_skipped=0,
         data=data,
-        batches=iter([]),
+        source=Source(),
         tracker=Recorder(written),
     )
     loss, norm, tokens = map(np.float32, (2.5, 1, 16))
@@ -99,16 +102,17 @@ def test_questions_of_a_run_on_chats_are_asked_through_its_template(monkeypatch)
         requests.append((prompts, sampling.temperature, named))
         return [types.SimpleNamespace(text=f"answer {number}") for number in range(len(prompts))]
 
-    monkeypatch.setattr(loop, "generate", generate)
+    monkeypatch.setattr(samples, "generate", generate)
     options = LoopConfig(batch_size=2, seq_len=8, steps=10, sample_tokens=5, questions=questions)
-    monkeypatch.setattr(loop, "current_model", lambda run: model)
+    monkeypatch.setattr(samples, "current_model", lambda origin, run: model)
     nothing = np.zeros(0, int)
     no_conversations = ChatTokens(nothing, nothing > 0, nothing, nothing, nothing)
     chats = ChatDataset(tokenizer, no_conversations, no_conversations, "", {})
     text = BatchSource(tokenizer, lambda: iter([]), list)
     for data in (chats, text):
         config = TrainConfig(SMALL, training=options)
-        loop.sample(a_run(config=config, data=data, tracker=Recorder({}, written), step=1))
+        run = a_run(config=config, data=data, tracker=Recorder({}, written), step=1)
+        samples.sample(None, run)
     chats = [chat_ids(model, [{"role": "user", "content": question}]) for question in questions]
     assert requests == [(prompts, 0.0, {"max_new_tokens": 5}) for prompts in (chats, questions)]
     texts = [{"prompt": text, "text": f"answer {index}"} for index, text in enumerate(questions)]

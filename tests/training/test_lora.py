@@ -21,15 +21,16 @@ from models import FAMILIES, family_weights
 from tuning import CONFIG, KINDS, ONE_DEVICE, STEPS, WEIGHTS, apart, begun, compiled, packed
 
 import jllama
-from jllama import lora
-from jllama.config import LlamaConfig, LoraConfig
-from jllama.errors import UsageError
-from jllama.tokenizers import BytesTokenizer
-from jllama.training import opening, step
+from jllama.core import UsageError
+from jllama.core.config import LlamaConfig
+from jllama.lab.checks import random_params, relative_error
+from jllama.models import lora
+from jllama.models.config import LoraConfig
+from jllama.tokenizers.base import BytesTokenizer
+from jllama.training import compiling, opening
+from jllama.training.compiling import compile_training
 from jllama.training.config import LoopConfig, TrainConfig
 from jllama.training.metrics import mean_figures
-from jllama.training.step import compile_training
-from jllama.verify.checks import random_params, relative_error
 
 LOSS, SLOPE = 1e-6, 1e-5
 """The largest relative errors of right code, of a loss and of a gradient."""
@@ -62,7 +63,7 @@ def test_loss_and_gradient_are_the_oracles(kind, options):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_so_they_are_with_the_loss_in_chunks(kind, monkeypatch):
-    monkeypatch.setattr(step, "loss_chunk_tokens", lambda *_: 7)
+    monkeypatch.setattr(compiling, "loss_chunk_tokens", lambda *_: 7)
     assert_right(kind, ROWS, compiled.__wrapped__(kind))
 
 

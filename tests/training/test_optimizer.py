@@ -8,11 +8,11 @@ import numpy as np
 import optax
 import pytest
 
-from jllama.config import LlamaConfig
-from jllama.errors import UsageError
-from jllama.parameters import map_by_path
+from jllama.core import UsageError
+from jllama.core.config import LlamaConfig
+from jllama.core.parameters import map_by_path
+from jllama.lab.checks import random_params, relative_error
 from jllama.training.optimizer import OPTIMIZERS, OptimizerConfig, learning_rate_at, make_optimizer
-from jllama.verify.checks import random_params, relative_error
 
 MODEL = LlamaConfig(
     vocab_size=11, num_layers=2, embed_dim=8, num_heads=2, num_kv_heads=1, mlp_dim=12

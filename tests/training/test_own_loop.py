@@ -14,12 +14,12 @@ import pytest
 from helpers import assert_same_bits
 
 import jllama
-from jllama import oracle
-from jllama.checkpoints.run_checkpoints import RunCheckpoints
-from jllama.stop import Stopped
-from jllama.tokenizers import BytesTokenizer
+from jllama.formats.run_checkpoints import RunCheckpoints
+from jllama.models import oracle
+from jllama.system.stop import Stopped
+from jllama.tokenizers.base import BytesTokenizer
 from jllama.training import loop, opening
-from jllama.training.loop import train
+from jllama.training.run import train
 
 LOOP = """
 import jax

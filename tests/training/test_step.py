@@ -13,15 +13,16 @@ from helpers import assert_same_bits, copies_of_state
 from models import SMALL, weights
 from tuning import assert_trees_close
 
-from jllama import oracle
-from jllama.data.batches import Batch, text_batch
-from jllama.errors import UsageError
+from jllama.core import UsageError
+from jllama.core.step import Batch
+from jllama.data.batches import text_batch
 from jllama.functional import ATTENTION, AttentionImplementation
-from jllama.sharding import MeshConfig, make_mesh
+from jllama.lab.checks import relative_error
+from jllama.models import oracle
+from jllama.parallel.sharding import MeshConfig, make_mesh
+from jllama.training.compiling import attention_of, compile_training
 from jllama.training.config import LoopConfig, OptimizerConfig, TrainConfig
 from jllama.training.optimizer import OPTIMIZERS
-from jllama.training.step import attention_of, compile_training
-from jllama.verify.checks import relative_error
 
 BOS, CONFIG, WEIGHTS = 1, SMALL, weights(SMALL)
 MESH = make_mesh(MeshConfig(), jax.devices()[:1])

@@ -11,10 +11,10 @@ from models import SMALL, weights
 from tuning import Selection, assert_trees_close
 
 import jllama
-from jllama.config import LoraConfig
-from jllama.parameters import count_parameters, training_flops_per_token
-from jllama.sharding import MeshConfig, make_mesh
-from jllama.training.step import compile_training
+from jllama.core.parameters import count_parameters, training_flops_per_token
+from jllama.models.config import LoraConfig
+from jllama.parallel.sharding import MeshConfig, make_mesh
+from jllama.training.compiling import compile_training
 from jllama.training.trainable import selected_weights
 
 WEIGHTS = weights(SMALL)

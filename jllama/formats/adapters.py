@@ -1,0 +1,346 @@
+"""Adapters: read and written in PEFT's format and in llama.cpp's, and merged into their base.
+
+Sources: peft 0.21's ``LoraConfig`` and ``get_peft_model_state_dict``; llama.cpp's
+``convert_lora_to_gguf.py``.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import safetensors
+from flax.traverse_util import unflatten_dict
+from gguf import GGMLQuantizationType
+
+from jllama.core import JllamaError
+from jllama.core.config import LlamaConfig
+from jllama.core.parameters import PARAMETERS, NamedFormat, Params, tensor_specs
+from jllama.formats.families import family_of
+from jllama.formats.gguf_file import read_gguf_file, shortest, write_gguf_file
+from jllama.formats.safetensors_file import read_safetensors, write_safetensors
+from jllama.formats.tensors import (
+    Checkpoint,
+    FileTensor,
+    LazyTensor,
+    OnProgress,
+    base_fingerprint,
+    differences,
+    permuted,
+)
+from jllama.models.config import LoraConfig
+from jllama.system.files import errors_as, read_fields, read_json_object, write_json
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+FINGERPRINT = "jllama.base_fingerprint"
+ALPHA = "adapter.lora.alpha"
+INVOCATION = "adapter.alora.invocation_tokens"
+# What GGUF files of adapters have.
+_KIND = {
+    "general.type": "adapter",
+    "adapter.type": "lora",
+}
+
+_PREFIX = "base_model.model.model."
+_F32 = np.dtype(np.float32)
+_SUFFIXES = {
+    "huggingface": {
+        "a": "lora_A.weight",
+        "b": "lora_B.weight",
+        "magnitude": "lora_magnitude_vector",
+    },
+    "gguf": {"a": "weight.lora_a", "b": "weight.lora_b"},
+}
+# PEFT's key of each field of ``LoraConfig``, and its default.
+_FIELDS = {
+    "rank": ("r", 8),
+    "alpha": ("lora_alpha", 8.0),
+    "rank_stabilized": ("use_rslora", False),
+    "dora": ("use_dora", False),
+}
+# The values, besides False, that are read of a key. Other keys must be False.
+_FIXED = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
+}
+# Keys that may have any value, because the tensors mean the same.
+_FREE = """r lora_alpha use_rslora use_dora task_type auto_mapping peft_version
+    base_model_name_or_path revision inference_mode target_modules exclude_modules lora_dropout
+    layers_to_transform layers_pattern megatron_core runtime_config eva_config qalora_group_size
+    ensure_weight_tying"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """An adapter, of any format."""
+
+    lora: LoraConfig
+    # float32: layers/3/wq/a [rank, inputs], /b [outputs, rank], /magnitude [outputs]
+    tensors: Mapping[str, np.ndarray]
+    config: LlamaConfig  # of the base
+    source: Path
+    base: str = ""  # the path or hub id of the base, if known
+    base_fingerprint: str = ""  # empty if another program made the adapter
+    step: int | None = None
+
+
+def _adapt(tensor: FileTensor, adapter: Adapter, key: str) -> LazyTensor:
+    """Add its adapter to a matrix of a file: ``W + scale b a`` in float32.
+
+    With DoRA, each row is then scaled to the length in ``magnitude``.
+    """
+    scale = np.float32(adapter.lora.scale)
+    a = adapter.tensors[f"{key}/a"]
+    b = adapter.tensors[f"{key}/b"]
+    magnitude = adapter.tensors.get(f"{key}/magnitude")
+
+    def read(rows: slice) -> np.ndarray:
+        matrix = tensor[rows].astype(_F32) + scale * (b[rows] @ a)
+        if magnitude is not None:
+            matrix *= (magnitude[rows] / np.linalg.norm(matrix, axis=1))[:, None]
+        return matrix
+
+    return LazyTensor(tensor.shape, _F32, read, getattr(tensor, "rows_at_once", 1))
+
+
+def merge(base: Checkpoint, adapter: Adapter) -> Checkpoint:
+    """Merge an adapter into its base; the matrices are computed as they are read.
+
+    Raises:
+        JllamaError: The adapter is for another base, or has NaN or infinity.
+    """
+    if adapter.base_fingerprint:
+        expected = adapter.base_fingerprint.split(":")
+        actual = base_fingerprint(base).split(":")
+        # One of them may lack the second hash: then only the first is compared.
+        if any(one != other for one, other in zip(actual, expected, strict=False)):
+            own = adapter.base or "the model that it was trained on"
+            raise JllamaError(
+                f"{adapter.source} is an adapter for another base, by its fingerprint: give {own}"
+            )
+    for key, tensor in adapter.tensors.items():
+        if not np.isfinite(tensor).all():
+            raise JllamaError(
+                f"{adapter.source} has NaN or infinity in {key}: "
+                "use another copy, or an earlier one"
+            )
+    tensors = dict(base.tensors)
+    for key, tensor in base.tensors.items():
+        if f"{key}/a" in adapter.tensors:
+            tensors[key] = _adapt(tensor, adapter, key)
+    return dataclasses.replace(
+        base, tensors=tensors, step=adapter.step or base.step, adapter=adapter
+    )
+
+
+def stacked(adapter: Adapter) -> Params:
+    """Return an adapter in the layout for training (``jllama.models.lora``)."""
+    stacks: dict[str, list[np.ndarray]] = {}
+    for key, tensor in adapter.tensors.items():  # layer by layer
+        stacks.setdefault(re.sub(r"/\d+/", "/", key), []).append(tensor.T)
+    return unflatten_dict({path: np.stack(stack) for path, stack in stacks.items()}, sep="/")
+
+
+class _Tensor(NamedTuple):
+    """A tensor of an adapter's file."""
+
+    key: str  # in ``Adapter.tensors``
+    shape: list[int]
+    is_interleaved: bool  # its rows are rotary channels in interleaved pairs, here half-split
+
+
+def _layout(config: LlamaConfig, lora: LoraConfig, file_format: NamedFormat) -> dict[str, _Tensor]:
+    """Return the tensors of an adapter's file, by their names in it.
+
+    Raises:
+        JllamaError: The base's files join the adapted matrices.
+    """
+    family = family_of(config)
+    if family.is_fused:
+        raise JllamaError(
+            f"files of {family.model_type} join the matrices that jllama adapts: merge the adapter"
+        )
+    layout = {}
+    for spec in tensor_specs(config):
+        if spec.path.removeprefix("layers/") not in lora.targets:
+            continue
+        outputs, inputs = spec.shape
+        shapes = {"a": [lora.rank, inputs], "b": [outputs, lora.rank]}
+        if lora.dora:
+            shapes["magnitude"] = [outputs]
+        stem = spec.name(file_format).removesuffix("weight").replace("model.", _PREFIX)
+        is_interleaved = file_format == "gguf" and family.is_interleaved and spec.parameter.rotary
+        for part, shape in shapes.items():
+            name = stem + _SUFFIXES[file_format][part]
+            layout[name] = _Tensor(f"{spec.key}/{part}", shape, is_interleaved and part == "b")
+    return layout
+
+
+def _read(stored: Mapping[str, FileTensor], file_format: NamedFormat, adapter: Adapter) -> Adapter:
+    """Return ``adapter`` with the tensors of a file, and with the targets that they are for.
+
+    Raises:
+        JllamaError: A tensor is missing, unknown or of another shape.
+    """
+    lora = adapter.lora
+    names = _layout(adapter.config, lora, file_format)
+    targets = dict.fromkeys(names[name].key.split("/")[2] for name in names if name in stored)
+    if targets:
+        lora = dataclasses.replace(lora, targets=tuple(targets))
+    layout = _layout(adapter.config, lora, file_format)
+    if targets and not lora.dora:
+        # A matrix without a tensor is not adapted: zeros add nothing to it.
+        present = {layout[name].key.rpartition("/")[0] for name in stored if name in layout}
+        stored = dict(stored)
+        for name, entry in layout.items():
+            if entry.key.rpartition("/")[0] not in present:
+                stored[name] = np.zeros(entry.shape, _F32)
+    shapes = {name: list(tensor.shape) for name, tensor in stored.items()}
+    problems = differences(shapes, {name: entry.shape for name, entry in layout.items()})
+    if problems:
+        some = "; ".join(problems.split("; ")[:4])
+        more = " and so on" if some != problems else ""
+        raise JllamaError(f"{adapter.source} does not fit this model: {some}{more}")
+    tensors = {}
+    for name, entry in layout.items():
+        tensor = stored[name]
+        if entry.is_interleaved:
+            tensor = permuted(tensor, adapter.config.head_dim, to_half_split=True)
+        tensors[entry.key] = tensor[0 : tensor.shape[0]].astype(_F32)
+    return dataclasses.replace(adapter, lora=lora, tensors=tensors)
+
+
+def _named_tensors(
+    adapter: Adapter, file_format: NamedFormat, dtype: Any
+) -> list[tuple[str, FileTensor, Any]]:
+    """Return the tensors to write: name, tensor, and ``dtype``."""
+    named = []
+    for name, entry in _layout(adapter.config, adapter.lora, file_format).items():
+        tensor: FileTensor = adapter.tensors[entry.key]
+        if entry.is_interleaved:
+            tensor = permuted(tensor, adapter.config.head_dim, to_half_split=False)
+        named.append((name, tensor, dtype))
+    return named
+
+
+def _fingerprint_entry(adapter: Adapter) -> dict[str, str]:
+    """Return a file's metadata that identifies the base; empty if it is not known."""
+    return {FINGERPRINT: adapter.base_fingerprint} if adapter.base_fingerprint else {}
+
+
+def is_peft(path: Path) -> bool:
+    """Return whether a path is a folder of PEFT's."""
+    return (path / CONFIG).is_file()
+
+
+def read_peft(path: Path, config: LlamaConfig) -> Adapter:
+    """Read an adapter whose base has the architecture ``config``.
+
+    Raises:
+        JllamaError: It is not LoRA, rsLoRA or DoRA, or its tensors do not fit.
+    """
+    source = path / CONFIG
+    fields = read_json_object(source)
+    fields = {key: value for key, value in fields.items() if value not in (None, [], {}, "")}
+    problem = "" if "peft_type" in fields else "no peft_type"
+    for key, value in fields.items():
+        if key not in _FREE.split() and value not in (False, *_FIXED.get(key, ())):
+            problem = f"{key} {json.dumps(value)[:80]}"
+            break
+    if problem:
+        raise JllamaError(
+            f"{source} has {problem}; jllama reads LoRA, rsLoRA and DoRA of one rank and alpha"
+        )
+    stored = {}
+    for name, tensor in read_safetensors(path / WEIGHTS).items():
+        # Some programs leave out the prefix, or leave in the adapter's name, "default".
+        stem = re.sub(r"\.default(?=\.|$)", "", name)
+        stem = stem.replace("magnitude_vector.weight", "magnitude_vector")
+        if "layers." not in stem:
+            raise JllamaError(f"{path} adapts {stem}; jllama adapts matrices of layers alone")
+        full = re.sub(r"^(base_model\.model\.)?(model\.)?", _PREFIX, stem)
+        if full in stored:
+            raise JllamaError(
+                f"{path / WEIGHTS} holds {full} twice, once as {name}: remove one of them"
+            )
+        stored[full] = tensor
+    with safetensors.safe_open(path / WEIGHTS, "np") as file:
+        fingerprint = (file.metadata() or {}).get(FINGERPRINT, "")
+    with errors_as(source):
+        lora = LoraConfig(**read_fields(fields, _FIELDS, source))
+    base = str(fields.get("base_model_name_or_path", ""))
+    return _read(stored, "huggingface", Adapter(lora, {}, config, path, base, fingerprint))
+
+
+def write_peft(adapter: Adapter, target: Path, dtype: None, on_progress: OnProgress) -> None:
+    """Write a folder that ``peft.PeftModel.from_pretrained`` loads."""
+    tensors = _named_tensors(adapter, "huggingface", _F32)
+    write_safetensors(target / WEIGHTS, tensors, on_progress, _fingerprint_entry(adapter))
+    modules = [
+        PARAMETERS[f"layers/{name}"].huggingface.rpartition(".")[2] for name in adapter.lora.targets
+    ]
+    fields = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": adapter.base or None,
+        "target_modules": modules,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    fields |= {key: getattr(adapter.lora, name) for name, (key, _) in _FIELDS.items()}
+    write_json(target / CONFIG, fields)
+
+
+def _gguf_kind(config: LlamaConfig) -> dict[str, str]:
+    """Return what GGUF files of adapters for such a base have."""
+    return {"general.architecture": family_of(config).gguf, **_KIND}
+
+
+def read_gguf(path: Path, config: LlamaConfig) -> Adapter:
+    """Read an adapter whose base has the architecture ``config``.
+
+    Raises:
+        JllamaError: It is not a LoRA of a Llama, or only some tokens switch it on (aLoRA).
+    """
+    metadata, stored = read_gguf_file(path)
+    expected = _gguf_kind(config)
+    problems = [
+        f"{key} {metadata.get(key)!r}"
+        for key, value in expected.items()
+        if metadata.get(key) != value
+    ]
+    if INVOCATION in metadata:
+        problems.append(INVOCATION)
+    if problems:
+        raise JllamaError(
+            f"{path} has {problems[0]}, so it is not a plain LoRA of a Llama: give one that is"
+        )
+    ranks = [tensor.shape[0] for name, tensor in stored.items() if name.endswith(".lora_a")]
+    rank = max(ranks, default=1)
+    with errors_as(path, TypeError):
+        # If alpha is missing or 0, llama.cpp does not scale.
+        lora = LoraConfig(rank, metadata.get(ALPHA) or float(rank))
+    fingerprint = str(metadata.get(FINGERPRINT, ""))
+    return _read(stored, "gguf", Adapter(lora, {}, config, path, base_fingerprint=fingerprint))
+
+
+def write_gguf(adapter: Adapter, target: Path, dtype: None, on_progress: OnProgress) -> None:
+    """Write a file that llama.cpp takes as ``--lora``.
+
+    Raises:
+        JllamaError: The adapter is DoRA, which llama.cpp does not know.
+    """
+    if adapter.lora.dora:
+        raise JllamaError(
+            f"{adapter.source} has DoRA, which GGUF cannot carry: merge it (gguf), or choose peft"
+        )
+    alpha = shortest(adapter.lora.scale * adapter.lora.rank)  # llama.cpp divides it by the rank
+    metadata = {**_gguf_kind(adapter.config), ALPHA: alpha, **_fingerprint_entry(adapter)}
+    tensors = _named_tensors(adapter, "gguf", GGMLQuantizationType.F32)
+    write_gguf_file(target, metadata, tensors, on_progress)

@@ -1,0 +1,1 @@
+"""Faster forms of the core's functions, behind the same signatures."""

@@ -1,0 +1,1 @@
+"""What surrounds a model: presets, rotary scalings, adapters, layouts, the NumPy reference."""

@@ -1,0 +1,1 @@
+"""Many devices and many processes: the mesh, its rules, and what is exchanged."""

@@ -1,0 +1,150 @@
+"""How a training step is split over a mesh of devices.
+
+Each device has some rows of a batch and some parts of the weights.
+
+Exchanges along ``data``, ``fsdp`` and ``sequence`` are written out here; XLA makes those along
+``tensor``. On a single device nothing is exchanged.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import unflatten_dict
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Int
+
+from jllama.core import UsageError
+from jllama.core.config import LlamaConfig
+from jllama.core.parameters import Params, map_by_path, parameter_table, shape_of
+from jllama.core.step import OneDevice, Targets, evaluate, gradients
+from jllama.kernels.linear import AdaptedMatrix
+from jllama.parallel.sharding import gather_groups, gather_weight, row_spec
+from jllama.parallel.shards import BATCH
+
+BY_HAND = ("data", "fsdp", "sequence")
+"""Mesh axes whose exchanges are written out."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Parallelism(OneDevice):
+    """The exchanges of a step; arrays are gathered and summed on each device, inside the step.
+
+    Args:
+        model: the architecture.
+        mesh: the devices.
+        rules: mesh axes that split logical axes, see ``RULES``.
+        dtype: of products.
+        reduce_dtype: the dtype that gradients are summed in.
+        dequantize: makes an array of a shape and dtype from quantized weights.
+        specs: the partition specs of the state's ``params`` and ``base``, and of gradients.
+    """
+
+    model: LlamaConfig
+    mesh: Mesh
+    rules: Mapping[str, Sequence[str]]
+    dtype: Any
+    reduce_dtype: Any
+    dequantize: Callable[[Any, tuple[int, ...], Any], Array]
+    specs: tuple[Any, Any, Any] = (None, None, None)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether weights are gathered."""
+        return bool(gather_groups(self.mesh))
+
+    def map(self, local: Any, function: Any, *arguments: Any) -> Any:
+        """Call ``local(params, base, targets)`` on each device with its parts.
+
+        The results of ``gradients`` and ``evaluate`` are sums over all devices, those of others
+        belong to rows.
+        """
+        targets: Targets = arguments[-1]
+        has_answers = targets.reference is not None or targets.sampled is not None
+        if has_answers and self.mesh.shape["sequence"] > 1:
+            raise UsageError(
+                "mesh.sequence is over 1, and answers cannot be split along it: leave it out"
+            )
+        params_specs, base_specs, gradient_specs = self.specs
+        outputs: Any = BATCH
+        if function is evaluate:
+            outputs = PartitionSpec()
+        elif function is gradients:
+            outputs = PartitionSpec(), gradient_specs
+        mapped = jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=(params_specs, base_specs, jax.tree.map(self.batch_spec, targets)),
+            out_specs=outputs,
+            axis_names={*BY_HAND},
+            check_vma=False,
+        )
+        device = self.mesh.local_devices[0]
+        on_gpu = device.platform == "gpu"  # tokamax asks for the default device
+        with jax.default_device(device) if on_gpu else contextlib.nullcontext():
+            return mapped(*arguments)
+
+    def sum(self, tree: Any) -> Any:
+        """Sum figures over all devices."""
+        return jax.lax.psum(tree, BY_HAND)
+
+    def spec(self, path: str) -> tuple[Any, ...]:
+        """Return the mesh axes that a parameter's axes are split over."""
+        return tuple(row_spec(self.mesh, parameter_table(self.model)[path], self.model, self.rules))
+
+    def weight_specs(self) -> Params:
+        """Return how each parameter is split along ``fsdp``."""
+        specs = {}
+        for path in parameter_table(self.model):
+            axes = [name if name == "fsdp" else None for name in self.spec(path)]
+            specs[path] = PartitionSpec(*axes) if "fsdp" in axes else PartitionSpec()
+        return unflatten_dict(specs, sep="/")
+
+    def batch_spec(self, part: Array) -> PartitionSpec:
+        """Return how ``[rows, seq]`` is split, by rows and tokens, or ``[rows]``."""
+        return PartitionSpec(BATCH[0], "sequence") if part.ndim > 1 else BATCH
+
+    def positions(self, inputs: Int[Array, "rows seq"]) -> Int[Array, "1 seq"]:
+        """Return the indices of this device's tokens in their rows."""
+        length = inputs.shape[1]
+        return (jax.lax.axis_index("sequence") * length + jnp.arange(length))[None]
+
+    def gather(self, path: str, part: Any, slot: Any) -> Any:
+        """Return a whole parameter, or one layer's share of it, in ``dtype``.
+
+        Its gradient becomes that of ``slot``, zeros of the shape of ``part``, unless that is None.
+        """
+        if isinstance(part, AdaptedMatrix):
+            arrays = {
+                name: leaf.astype(self.dtype)
+                for name, leaf in vars(part).items()
+                if isinstance(leaf, Array)
+            }
+            arrays["base"] = self.gather(path, part.base, None)
+            return dataclasses.replace(part, **arrays)
+        if not isinstance(part, Array):  # it is quantized
+            return self.dequantize(
+                part, shape_of(parameter_table(self.model)[path], self.model)[1:], self.dtype
+            )
+        spec = self.spec(path)[-part.ndim :]
+        axis = spec.index("fsdp") if "fsdp" in spec else None
+        return gather_weight(part, slot, axis, self.dtype, gather_groups(self.mesh))
+
+    def sum_gradients(self, gradients: Params) -> Params:
+        """Sum over all devices in ``reduce_dtype``, except along ``fsdp``.
+
+        Where ``gather_weight`` gathered a weight, its gradient is already summed along that axis.
+        """
+
+        def sum_one(path: str, leaf: Array) -> Array:
+            axes = [name for name in BY_HAND if self.mesh.shape[name] > 1]
+            if path in parameter_table(self.model) and "fsdp" in self.spec(path):
+                axes.remove("fsdp")
+            if not axes:
+                return leaf
+            return jax.lax.psum(leaf.astype(self.reduce_dtype), axes)
+
+        return map_by_path(sum_one, gradients)

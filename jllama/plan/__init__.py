@@ -1,1 +1,0 @@
-"""Programs compiled ahead of time for absent devices, and their receipts."""
