@@ -71,8 +71,8 @@ class RandomTensor:
 def make(folder: Path) -> None:
     """Write the model in Hugging Face's format, with a tokenizer for all rows of its embedding."""
     import jllama
-    from jllama.core.parameters import tensor_specs
     from jllama.formats.huggingface import write
+    from jllama.formats.specs import tensor_specs
     from jllama.formats.tensors import Checkpoint
     from jllama.tokenizers.sentencepiece import train_sentencepiece
 

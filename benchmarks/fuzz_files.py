@@ -158,9 +158,9 @@ def write_adapters(folder: Path, config: Any) -> None:
     """Write an adapter of rank 4 of the model with pieces, in each format; PEFT's is a DoRA."""
     import numpy as np
 
-    from jllama.core.parameters import tensor_specs
     from jllama.formats.adapters import Adapter
     from jllama.formats.registry import ADAPTER_FORMATS
+    from jllama.formats.specs import tensor_specs
     from jllama.models.config import LoraConfig
 
     rng = np.random.default_rng(0)

@@ -191,7 +191,7 @@ def attention(case: Row) -> Row:
             function = both_passes(name, segments)
             actual = function(*inputs)
             forward = jax.jit(
-                functools.partial(jllama.kernels.attention, mask=mask, implementation=name)
+                functools.partial(jllama.functional.attention, mask=mask, implementation=name)
             )
             rows[name] = {
                 "forward_ms": 1e3 * seconds(forward, *inputs[:3]),
@@ -211,7 +211,7 @@ def both_passes(name: str, segments: jax.Array) -> Callable[..., Any]:
     mask = Mask(query_segments=segments, key_segments=segments)
 
     def values_and_gradients(query: Any, key: Any, value: Any, upstream: Any) -> Any:
-        call = functools.partial(jllama.kernels.attention, mask=mask, implementation=name)
+        call = functools.partial(jllama.functional.attention, mask=mask, implementation=name)
         mixed, back = jax.vjp(call, query, key, value)
         return mixed, *back(upstream)
 

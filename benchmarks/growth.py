@@ -30,7 +30,6 @@ from matplotlib.ticker import EngFormatter
 import jllama
 from jllama.core.parameters import training_flops_per_token
 from jllama.system.devices import program_bytes
-from jllama.training.compiling import attention_of
 
 AXES = {
     "seq_len": [256 << power for power in range(10)],
@@ -72,7 +71,7 @@ def measure(axis: str, value: int) -> dict[str, Any]:
     point = {
         "size": value,
         "tokens": batch_size * seq_len,
-        "attention": attention_of(config, training.mesh),
+        "attention": training.decisions.attention,
     }
     point["flops"] = training_flops_per_token(model, seq_len) * point["tokens"]
     point |= {"state_bytes": state_bytes, "temporary_bytes": temporary_bytes, "step_s": None}

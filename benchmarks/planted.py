@@ -437,7 +437,7 @@ MISTAKES = [
         "lab/checks.py",
         "return self.ratio < 1 or bool(self.refusal)",
         "return not self.ratio >= 1 or bool(self.refusal)",
-        "commands/test_verify.py verify",
+        "commands/test_verify.py lab",
     ),
     Mistake(  # subtle: a mistake within what a coarse precision allows
         "verify and plan",
@@ -451,7 +451,7 @@ MISTAKES = [
         "lab/bisect.py",
         "error = abs(values[0] - values[1]) / (abs(values[0]) or 1.0)",
         "error = abs(values[0] - values[1]) / abs(values[0])",
-        "commands/test_audit.py verify",
+        "commands/test_audit.py",
     ),
     Mistake(
         "verify and plan",

@@ -149,7 +149,7 @@ def served(seed=0, dtype="float32", quantize=None):
 
 
 def planted(mutation):
-    """Return an implementation, loading included, with a mistake of ``verify.mutations``."""
+    """Return an implementation, loading included, with a mistake of ``lab.mutations``."""
 
     def load(path, layout, rope_factor):
         model = registry.load(path, layout="training", rope_factor=rope_factor)

@@ -2,7 +2,7 @@
 
 Size is counted in tokens without strings and comments, so a shorter line gains nothing and an empty
 one costs nothing. It is the size of a closure: of all that an entry point imports, at the top of
-modules, one after the other.
+modules, one after the other; not what a function imports, or what only types name.
 """
 
 import ast
@@ -22,9 +22,10 @@ EVERYTHING = [*PACKAGE.rglob("*.py")]
 MAX_TOKENS = {
     "core": (CORE, 15_000),
     "training/loop": ([PACKAGE / "training/loop.py"], 46_000),
+    "training/run": ([PACKAGE / "training/run.py"], 121_500),
     "generation/generate": ([PACKAGE / "generation/generate.py"], 40_000),
 }
-MAX_EVERYTHING = 211_500
+MAX_EVERYTHING = 211_700
 LAYOUT = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -83,7 +84,7 @@ def table_of_sizes() -> str:
     """The table of docs/code.md: ``python tests/test_size.py`` writes it."""
     rows = ["| file | what it has | lines | tokens |", "|---|---|---|---|"]
     total_lines = total_tokens = 0
-    for name in ["__init__", *READING_ORDER.split()]:
+    for name in [*READING_ORDER.split(), "__init__"]:
         path = PACKAGE / "core" / f"{name}.py"
         text = path.read_text()
         purpose = text.splitlines()[0].strip('"').rstrip(".")

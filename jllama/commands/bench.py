@@ -81,9 +81,13 @@ class BenchOptions(ModelOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+
+        # 1) Split the names of the peers at commas.
         peers = [name for names in self.against for name in names.split(",")]
         object.__setattr__(self, "against", peers)
         trains = self.what == "train"
+
+        # 2) Check that there is one model to measure.
         if self.checkpoint and self.preset:
             model = "configuration" if trains else "checkpoint"
             raise jllama.UsageError(f"give a {model} or a preset, not both")
@@ -92,6 +96,8 @@ class BenchOptions(ModelOptions):
             raise jllama.UsageError(
                 f"{self.what} needs a checkpoint; prefill and decode may take a preset instead"
             )
+
+        # 3) Check the options: unused ones are not set, and counts are in range.
         unused = ""
         expected = "left out for train"
         if trains:
@@ -105,6 +111,8 @@ class BenchOptions(ModelOptions):
         check_fields(self, "", "new_tokens", lambda value: value >= 2, "at least 2")
         limit = len(cores())
         check_fields(self, "", "threads", lambda value: 0 <= value <= limit, f"0, or up to {limit}")
+
+        # 4) Check that each peer can be measured.
         for name in self.against:
             if name not in PEERS:
                 raise unknown_name("peer", name, PEERS)

@@ -73,6 +73,7 @@ def main(argv: list[str], prog: str) -> int:
     from jllama.generation.conversation import chat_ids
     from jllama.templates.messages import TEMPLATES, find_template
 
+    # 1) Load the model, and open the session.
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if at_terminal:
         say(f"loading {options.checkpoint} ...")
@@ -86,6 +87,8 @@ def main(argv: list[str], prog: str) -> int:
         name = next(name for name, text in TEMPLATES.items() if text == template)
         missing = f"{options.checkpoint} has no chat template: it may not have been trained to chat"
         say(f"{missing}. This chat uses {name}; jllama sample continues a text instead.")
+
+    # 2) Load an earlier conversation, set the system message, and try the template.
     if options.load:
         _load(session, options.load)
     if options.system:
@@ -93,6 +96,8 @@ def main(argv: list[str], prog: str) -> int:
     # Fail now if the template refuses the conversation so far, and not at the first message.
     first = {"role": "user", "content": "Hello"}
     chat_ids(model, [*session.conversation.messages, first], template)
+
+    # 3) Read lines: each is a command or a message.
     if at_terminal:
         say("/help lists the commands; Ctrl-C stops an answer, Ctrl-D ends\n")
     mistakes = 0
@@ -117,11 +122,14 @@ def main(argv: list[str], prog: str) -> int:
 
 def _answer(session: _Session, text: str) -> None:
     """Print the answer to a message as it is generated; Ctrl-C stops it."""
+    # 1) Prepare the answer; nothing is computed before its first piece.
     conversation = session.conversation
     options = session.options
     seed = (options.seed + session.answers) % 2**32
     sampling = dataclasses.replace(sampling_params(options), seed=seed)
     pieces = conversation.answer(text, sampling, options.max_new_tokens or None)
+
+    # 2) Print the pieces until the answer ends or Ctrl-C stops it.
     wrap = WordWrap(Console().width) if session.at_terminal else None
     status = "answering ..." if conversation.engine else "compiling ..."
     note = "(stopped)"
@@ -143,6 +151,8 @@ def _answer(session: _Session, text: str) -> None:
         except JllamaError as error:
             advice = "/reset begins a new conversation, /undo takes back a turn"
             raise JllamaError(f"{error} ({advice})") from error
+
+    # 3) End the line, and print how the answer ended.
     if wrap:
         print(wrap.push("", last=True), end="")
     print(flush=True)

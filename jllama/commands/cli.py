@@ -188,6 +188,7 @@ def _import_files(paths: Iterable[str]) -> None:
 
 def _parser(options: type, prog: str, positional: Sequence[str], shown: Sequence[str]) -> _Parser:
     """Build the parser of a dataclass; its help lists the options in ``shown``, or all if empty."""
+    # 1) Describe the command.
     doc = options.__doc__ or ""
     layout = argparse.RawDescriptionHelpFormatter
     parser = _Parser(prog=prog, formatter_class=layout, default_env=False, allow_abbrev=False)
@@ -200,9 +201,13 @@ def _parser(options: type, prog: str, positional: Sequence[str], shown: Sequence
         parser.epilog = _configurations()
     elif verbs := _verbs(prog.rpartition(" ")[2]):
         parser.epilog = verbs
+
+    # 2) Add the options: the common ones, and the fields of the dataclass.
     parser.add_argument("--config", action="config", help="a YAML file with any of these options")
     parser.add_argument("--imports", "--import", type=list[str], default=[], help=_IMPORTS)
     parser.add_class_arguments(options)
+
+    # 3) Correct the titles, the help and the names of what was added.
     for group in parser._action_groups:
         if doc.startswith(group.title or ":"):
             group.title = None  # the page begins with it
@@ -449,6 +454,8 @@ def _guarded(work: Callable[[], int]) -> int:
     An error that the user can do nothing about stays a traceback.
     """
     _prepare_process()
+
+    # Run the work; an error of the user becomes one line.
     code = 1
     problem = ""
     try:
@@ -474,6 +481,8 @@ def _guarded(work: Callable[[], int]) -> int:
             raise
         details = " ".join(str(error).split())[:200]
         problem = f"error: the device's memory is full ({details}); process less at once"
+
+    # Print the line, and write what is still buffered.
     with contextlib.suppress(OSError):
         print(problem, file=sys.stderr, end="\n" if problem else "", flush=True)
     try:

@@ -57,11 +57,14 @@ def main(argv: list[str], prog: str) -> int:
     from jllama.formats.registry import ADAPTER_FORMATS, FORMATS, convert
     from jllama.models.presets import summary
 
+    # 1) Find the format, by the target's suffix if it is not set.
     jax.config.update("jax_platforms", "cpu")
     target = Path(options.target)
     dtype = options.dtype or None
     suffixes = {format.suffix: name for name, format in FORMATS.items() if format.suffix}
     to = options.to or suffixes.get(target.suffix, "")
+
+    # 2) Convert, and measure the time.
     start_s = time.perf_counter()
     checkpoint = convert(
         options.source,
@@ -73,6 +76,8 @@ def main(argv: list[str], prog: str) -> int:
         adapter=options.adapter,
     )
     seconds = time.perf_counter() - start_s
+
+    # 3) Print what was written, and what to do next.
     files = [target] if target.is_file() else target.rglob("*")
     size = decimal(sum(file.stat().st_size for file in files))
     written = (FORMATS | ADAPTER_FORMATS)[to].stored_dtype(dtype)

@@ -75,6 +75,7 @@ def main(argv: list[str], prog: str) -> int:
     from jllama.system.files import cache_folder
     from jllama.templates.messages import chat_format
 
+    # 1) Open the tokenizer and the chat template.
     checkpoint = open_checkpoint(options.model)
     tokenizer = checkpoint.tokenizer
     if tokenizer is None:
@@ -83,6 +84,8 @@ def main(argv: list[str], prog: str) -> int:
         tokenizer, checkpoint.chat_template, checkpoint.stop_ids, options.chat_template
     )
     limit = (options.seq_len or checkpoint.config.max_seq_len) + 1
+
+    # 2) Tokenize each record as training does.
     console = Console(highlight=False)
     totals = collections.Counter[str]()
     findings = Findings("refuse")
@@ -98,6 +101,8 @@ def main(argv: list[str], prog: str) -> int:
             if len(conversations) == 2:
                 sides = record.form
                 totals["pairs"] += 1
+
+            # 3) Count its sides, and show the first ones.
             for side, (ids, counted) in zip(sides, conversations, strict=False):
                 move(1)
                 totals.update(
@@ -114,6 +119,8 @@ def main(argv: list[str], prog: str) -> int:
                 else:
                     title = f"pair {totals['pairs']}, {side}, " if side else ""
                     _show(console, tokenizer, f"{title}{record.where}", ids, counted)
+
+    # 4) Print the totals.
     notes = findings.finish()
     if options.json:
         print(json.dumps({**totals, "notes": notes} if notes else totals))

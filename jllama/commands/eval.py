@@ -95,6 +95,7 @@ def _evaluate_text(options: EvalOptions) -> int:
     from jllama.score.scoring import score_texts, window_sizes
     from jllama.templates.messages import chat_format
 
+    # 1) Check the file, and whether it has chats or text.
     path = Path(options.data)
     if not path.is_file():
         raise JllamaError(
@@ -103,9 +104,13 @@ def _evaluate_text(options: EvalOptions) -> int:
     is_chat = data_task(DataConfig(path=options.data, text_field=options.text_field)) != "text"
     if options.chat_template and not is_chat:
         raise UsageError(f"--chat_template is for chats, and {options.data} is text: leave it out")
+
+    # 2) Load the model, and choose its windows.
     model = options.load_model()
     options.say_loaded(model)
     sizes = window_sizes(model, options.window, options.stride)
+
+    # 3) Read the texts, and score them.
     start_s = time.perf_counter()
     texts: Any
     if is_chat:
@@ -126,6 +131,8 @@ def _evaluate_text(options: EvalOptions) -> int:
             max_tokens=options.max_tokens or None,
             **sizes,
         )
+
+    # 4) Print the results.
     results = {
         "tokens": score.tokens,
         "bytes": score.text_bytes,

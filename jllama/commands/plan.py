@@ -102,6 +102,7 @@ def main(argv: list[str], prog: str) -> int:
     training = dataclasses.replace(options.training, seq_len=seq_len, batch_size=batch_size)
     config = dataclasses.replace(options, topology=topology, model=model, training=training)
 
+    # Compile a decoding step, the steps of a search, or one training step.
     console = Console(stderr=options.json, highlight=False, soft_wrap=True)
     if options.decode:
         receipt = plan_decoding(
@@ -120,6 +121,8 @@ def main(argv: list[str], prog: str) -> int:
         receipt = receipts[0]
     else:
         receipt = plan_training(config, topology)
+
+    # Print the receipt.
     if options.json:
         print(json.dumps(receipt.as_dict()))
     else:

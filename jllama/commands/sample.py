@@ -101,6 +101,8 @@ def main(argv: list[str], prog: str) -> int:
     if options.prompts_file and not Path(options.prompts_file).is_file():
         raise JllamaError(f"there is no prompts_file at {options.prompts_file}: give a .jsonl file")
     grammar = _grammar(options)
+
+    # Load the model, and encode the prompt.
     model = options.load_model()
     prompt = jllama.Prompt(
         options.prompt,
@@ -115,6 +117,8 @@ def main(argv: list[str], prog: str) -> int:
     num_rows = options.batch_size if options.prompts_file else options.n
     check_batch(model.config, num_rows, options.speculate)
     options.say_loaded(model)
+
+    # Generate the texts, and print notes and problems.
     problems: list[str] = []
     if options.prompts_file:
         completions, problems = complete_file(model, prompt, options)

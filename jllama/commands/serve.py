@@ -98,6 +98,8 @@ def main(argv: list[str], prog: str) -> int:
     server = make_server(app, options)
     # Outside the main thread the server does not handle signals.
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+
+    # A signal ends the loop below; while loading, or a second time, it ends the process at once.
     signals: list[int] = []
 
     def stop(number: int, _: object) -> None:
@@ -108,6 +110,8 @@ def main(argv: list[str], prog: str) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
     thread.start()
+
+    # Load the model, serve until a signal, and finish the running answers.
     try:
         say(f"{url}: loading {options.checkpoint} ...")
         engine = _start_engine(options)

@@ -75,6 +75,7 @@ class VerifyOptions:
 
 def main(argv: list[str], prog: str) -> int:
     """Run the checks and print the results with PASS or FAIL; return 1 if one failed."""
+    # 1) Check the options.
     options = parse(VerifyOptions, argv, prog, positional=("checkpoint",))
     if options.checkpoint and options.only:
         raise UsageError(
@@ -93,6 +94,8 @@ def main(argv: list[str], prog: str) -> int:
     check_fields(options, "", "timeout_s", lambda seconds: seconds > 0, "positive")
     if options.html:
         check_writable(Path(options.html))  # before computing for a minute
+
+    # 2) Choose where to print: with --json, only the JSON goes to stdout.
     console = Console(
         file=io.StringIO() if options.json else sys.stdout,
         width=None if sys.stdout.isatty() else 140,
@@ -101,10 +104,14 @@ def main(argv: list[str], prog: str) -> int:
         emoji=False,
         record=True,
     )
+
+    # 3) Run the checks: of a checkpoint, of another program, or of jllama itself.
     verify = _verify_checkpoint if options.checkpoint else _verify_jllama
     if options.against:
         verify = _verify_peer
     result, lines = verify(options, console.width)
+
+    # 4) Print the results.
     for line in lines:
         console.print(line, soft_wrap=not isinstance(line, Table))
     if options.json:
@@ -181,6 +188,8 @@ def _verify_jllama(options: VerifyOptions, width: int) -> tuple[dict[str, Any], 
     # already, they cannot be made, and the check of sharding fails.
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", 8)
+
+    # Select the checks.
     start_s = time.perf_counter()
     right = conformance.compiled_jllama()
     matrix = (
@@ -195,6 +204,8 @@ def _verify_jllama(options: VerifyOptions, width: int) -> tuple[dict[str, Any], 
             f"no check's name contains {options.only!r}; "
             f"names are made of {', '.join(sorted(parts))}"
         )
+
+    # Run them in threads, and report progress.
     total = len(selected)
     # Most of the time is compiling, which takes one core for each check.
     num_threads = min(num_cores(), 8)

@@ -99,8 +99,8 @@ class Functions(NamedTuple):
         embedding: looks up rows of the table.
         project: makes logits, ``(hidden, head)``.
         loss: ``ops.cross_entropy``, or what equals it.
-        token_log_probs: ``ops.token_log_probs``, or what equals it.
         score: ``ops.score_tokens``, or what equals it.
+        likelihood: ``ops.likelihood``, or what equals it.
         remat: takes a layer, and returns it with another choice of what is saved for gradients.
     """
 
@@ -111,8 +111,8 @@ class Functions(NamedTuple):
     embedding: Callable[[Any, Array], Array] = ops.embedding
     project: Callable[[Array, Any], Array] = ops.project
     loss: Callable[..., tuple[Array, Array]] = ops.cross_entropy
-    token_log_probs: Callable[..., tuple[Array, Array]] = ops.token_log_probs
     score: Callable[..., Any] = ops.score_tokens
+    likelihood: Callable[..., tuple[Array, Array]] = ops.likelihood
     remat: Callable[[Any], Any] = lambda layer: layer
 
 
@@ -150,12 +150,12 @@ class LayerGather(NamedTuple):
     """How stacked layers are gathered when they run, for devices that hold parts of them.
 
     Attributes:
-        gather: ``(parts, zeros) -> weights``, one layer's whole weights.
-        zeros: arrays like this device's parts. Their gradients are those of the parts.
+        gather: ``(parts, receivers) -> weights``, one layer's whole weights.
+        receivers: zeros like this device's parts, whose gradients become those of the parts.
     """
 
     gather: Callable[[Params, Params], Params]
-    zeros: Params
+    receivers: Params
 
 
 class _Module(nnx.Module):
@@ -263,7 +263,7 @@ class Layer(_Module):
         return (flat @ wo.reshape(-1, wo.shape[-1])).reshape(x.shape), cached
 
     def feed_forward(self, x: Stream) -> Stream:
-        """Compute ``ops.swiglu`` with this layer's matrices."""
+        """Compute SwiGLU, ``(silu(x w_gate) * (x w_up)) w_down``, with this layer's matrices."""
         # 4) SwiGLU.
         gate, up = self.products(x, "w_gate", "w_up")
         return (ops.silu_gate(gate, up) @ self.w_down[...]).reshape(x.shape)
@@ -294,7 +294,7 @@ class Layer(_Module):
         # XLA:CPU computes the gradients of the weights 1.8 times faster from two axes.
         flat = x.reshape(-1, x.shape[-1])
         rows = [PARAMETERS[f"layers/{name}"] for name in names]
-        if self.is_joined:
+        if self.is_joined and rows[0].joined:
             joined = getattr(self, rows[0].joined)[...]
             shapes = [shape_of(row, self.config)[2:] for row in rows]
             ends = np.cumsum([math.prod(shape) for shape in shapes])
@@ -476,8 +476,7 @@ class Llama(_Module):
         self, hidden: Stream, targets: Int[Array, "batch seq"]
     ) -> tuple[Float[Array, "batch seq"], Bool[Array, "batch seq"]]:
         """Compute each target's log-probability, and whether it is the likeliest token."""
-        with jax.named_scope("head"):
-            return self.functions.token_log_probs(self._scale(hidden), self.head, targets)
+        return self.score_tokens(self.functions.likelihood, hidden, targets)
 
     def score_tokens(self, score: Callable[[Array, Any], Any], hidden: Stream, targets: Any) -> Any:
         """Compute ``score(logits, targets)``, see ``ops.score_tokens``."""
@@ -509,7 +508,7 @@ def _scan_layers(
     graph, state = nnx.split(layers)
     stacked = (nnx.to_pure_dict(state),)
     if parallel:
-        stacked = (*stacked, parallel.zeros)
+        stacked = (*stacked, parallel.receivers)
 
     def run_layer(
         inputs: AttentionInputs, x: Array, parts: tuple[Params, ...]
@@ -648,7 +647,8 @@ def build_llama(config: LlamaConfig, params: Params, functions: Functions = Func
     """Put parameters into the module; those of layers are stacked, or a dictionary by index.
 
     Raises:
-        UsageError: the embedding does not have one row for each id of the vocabulary.
+        UsageError: the embedding does not have one row for each id of the vocabulary, or a norm's
+            scale has another shape.
     """
     rows = jax.tree.leaves(params["embed"])[0].shape[0]
     if rows != config.vocab_size:
@@ -656,6 +656,16 @@ def build_llama(config: LlamaConfig, params: Params, functions: Functions = Func
             f"embed has {rows} rows, and vocab_size is {config.vocab_size}: take the configuration "
             "that the parameters were made with"
         )
+    is_separate = "0" in params["layers"]
+    for path, row in parameter_table(config).items():
+        if row.role != "scale":  # which would be broadcast; products check their shapes themselves
+            continue
+        _, is_of_layer, name = path.rpartition("layers/")
+        holder = params["layers"] if is_of_layer else params
+        leaf = holder["0"][name] if is_of_layer and is_separate else holder[name]
+        shape = shape_of(row, config)[bool(is_of_layer and is_separate) :]
+        if leaf.shape != shape:
+            raise UsageError(f"{path} is {list(leaf.shape)}; it must be {list(shape)}")
     names = tuple(sorted(params["layers"].get("0", ())))
     llama = nnx.merge(_graph(config, names), params)
     llama.functions = functions

@@ -284,13 +284,10 @@ def target_log_probs(
     return at_targets - normalizer, normalizer
 
 
-def token_log_probs(
-    hidden: Float[Array, "batch seq embed"],
-    head: Float[Array, "embed vocab"],
-    targets: Int[Array, "batch seq"],
-) -> tuple[Float[Array, "batch seq"], Bool[Array, "batch seq"]]:
+def likelihood(
+    logits: Float[Array, "*lead vocab"], targets: Int[Array, "*lead"]
+) -> tuple[Float[Array, "*lead"], Bool[Array, "*lead"]]:
     """Compute each target's log-probability, and whether it is the likeliest token."""
-    logits = project(hidden, head)
     return target_log_probs(logits, targets)[0], jnp.argmax(logits, axis=-1) == targets
 
 

@@ -7,9 +7,7 @@ dictionary: ``PARAMETERS["layers/wq"]`` describes ``params["layers"]["wq"]``.
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
-
-import numpy as np
+from typing import Any, Literal
 
 from jllama.core import UsageError
 from jllama.core.config import LlamaConfig
@@ -294,43 +292,6 @@ def shape_of(parameter: Parameter, config: LlamaConfig) -> tuple[int, ...]:
     return tuple(sizes.values())
 
 
-class TensorSpec(NamedTuple):
-    """A tensor of a file: a parameter outside the layers, or one layer of a parameter."""
-
-    key: str  # path among unstacked parameters, such as embed or layers/3/wq
-    path: str  # path in the table, such as embed or layers/wq
-    parameter: Parameter
-    layer: int  # 0 outside the layers
-    shape: tuple[int, ...]  # ``matrix_shape``, the same in every file format
-
-    @property
-    def joined_key(self) -> str:
-        """The path, among unstacked parameters, of the joined matrix; if there is none, ``key``."""
-        joined = self.parameter.joined
-        return f"layers/{self.layer}/{joined}" if joined else self.key
-
-    def name(self, file_format: NamedFormat) -> str:
-        """Return the tensor's name in files of a format."""
-        return self.parameter.name(file_format, self.layer)
-
-
-def tensor_specs(config: LlamaConfig) -> list[TensorSpec]:
-    """Return all tensors of a model's file: the embedding, layer by layer, then the others."""
-    table = parameter_table(config)
-    stacked = [path for path in table if path.startswith("layers/")]
-    first, *last = (path for path in table if path not in stacked)
-    places = [(first, 0)]
-    for layer in range(config.num_layers):
-        places += [(path, layer) for path in stacked]
-    places += [(path, 0) for path in last]
-    specs = []
-    for path, layer in places:
-        row = table[path]
-        key = path.replace("/", f"/{layer}/")
-        specs.append(TensorSpec(key, path, row, layer, matrix_shape(row, config)))
-    return specs
-
-
 def matrix_shape(parameter: Parameter, config: LlamaConfig) -> tuple[int, ...]:
     """Return the shape of one layer in a file: ``[outputs, inputs]``, or ``[embed]`` for a norm."""
     sizes = axis_sizes(parameter, config)
@@ -338,21 +299,14 @@ def matrix_shape(parameter: Parameter, config: LlamaConfig) -> tuple[int, ...]:
     return tuple(math.prod(sizes[axis] for axis in group) for group in groups if group)
 
 
-def as_matrix(parameter: Parameter, array: np.ndarray) -> np.ndarray:
-    """Return a view of one layer (or a part of it) as ``[outputs, inputs]``, or flat for a norm."""
-    if not parameter.inputs:
-        return array.reshape(-1)
-    matrix = flatten_matrix(parameter, array)
-    return matrix.T if _inputs_first(parameter) else matrix
-
-
 def flatten_matrix(parameter: Parameter, array: Any) -> Any:
     """Flatten one layer of a matrix to two axes: its inputs and its outputs, in their order."""
-    first = len(parameter.inputs if _inputs_first(parameter) else parameter.outputs)
+    first = len(parameter.inputs if inputs_first(parameter) else parameter.outputs)
     return array.reshape(math.prod(array.shape[:first]), -1)
 
 
-def _inputs_first(parameter: Parameter) -> bool:
+def inputs_first(parameter: Parameter) -> bool:
+    """Return whether the axes of a matrix begin with its inputs."""
     first = next(axis for axis in parameter.axes if axis != "layers")
     return first in parameter.inputs
 

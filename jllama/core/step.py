@@ -14,7 +14,7 @@ All of it is for one device. ``Setup.parallel`` brings what several devices exch
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -110,8 +110,8 @@ def next_token(forward: Forward, batch: Targets, options: Any) -> Sums:
     return loss_sum, count, {}
 
 
-class AllWeights:
-    """All weights are float32 masters, and all are trained."""
+class Trainable:
+    """What is trained: all weights, which are float32 masters."""
 
     def init(self, key: Key[Array, ""], weights: Params) -> tuple[Params, Params | None]:
         """Return the state's ``params`` and ``base``, from all weights."""
@@ -128,40 +128,47 @@ class AllWeights:
     def split(self, params: Params, base: Params | None, dtype: Any) -> tuple[Params, Params]:
         """Return what the loss is differentiated by, and this device's parts of the weights.
 
-        The variables are zeros of the shapes of what is trained: ``Parallel.gather`` gives them the
-        gradients, which may thus have another ``dtype`` than the weights.
+        The variables are zeros of the shapes of what is trained: ``Exchanges.gather`` gives them
+        the gradients, which may thus have another ``dtype`` than the weights.
         """
         trained = self.select(params)
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype), trained), params
 
     def assemble(self, variables: Params, weights: Params) -> tuple[Params, Params]:
-        """Return the model's parameters, and for each the variable that gets its gradient, or None.
+        """Return the model's parameters, and for each the variable that receives its gradient.
 
-        ``variables`` and ``weights`` come from ``split``.
+        That is None for a parameter without one. ``variables`` and ``weights`` come from ``split``;
+        the receivers are the variables, in the form of the parameters.
         """
         return weights, variables
 
 
-class OneDevice:
-    """What devices exchange in a step: nothing."""
+Outputs = Literal["sums", "gradients", "rows"]
+"""What a function of ``map_over_devices`` returns: sums over all devices, these and gradients, or
+something of each row."""
+
+
+class Exchanges:
+    """What devices exchange in a step: on one device, nothing."""
 
     gathers = False  # whether weights are gathered
 
-    def map(self, local: Any, function: Any, *arguments: Any) -> Any:
-        """Call ``local`` on each device; its results are split as those of ``function`` are."""
-        return local(*arguments)
+    def map(self, function: Any, outputs: Outputs, *arguments: Any) -> Any:
+        """Call a function on each device; ``outputs`` says what its results are."""
+        return function(*arguments)
 
-    def gather(self, path: str, part: Any, slot: Any) -> Any:
+    def gather(self, path: str, part: Any, receiver: Any) -> Any:
         """Return a whole parameter, or one layer's share of it, in the dtype of products.
 
-        Its gradient becomes that of ``slot``, zeros of the shape of ``part``, unless that is None.
+        Its gradient becomes that of ``receiver``, zeros of the shape of ``part``, unless it is
+        None.
         """
-        return part if slot is None else jax.lax.stop_gradient(part) + slot
+        return part if receiver is None else jax.lax.stop_gradient(part) + receiver
 
-    def gather_layer(self, weights: Params, slots: Params) -> Params:
+    def gather_layer(self, weights: Params, receivers: Params) -> Params:
         """Return one layer's whole weights."""
         return {
-            name: self.gather(f"layers/{name}", part, slots.get(name))
+            name: self.gather(f"layers/{name}", part, receivers.get(name))
             for name, part in weights.items()
         }
 
@@ -186,8 +193,8 @@ class Setup(NamedTuple):
     objective: Objective = next_token
     options: Any = None  # of the objective
     functions: Functions = Functions()
-    trainable: AllWeights = AllWeights()
-    parallel: OneDevice = OneDevice()
+    trainable: Trainable = Trainable()
+    parallel: Exchanges = Exchanges()
     accumulation: int = 1  # parts of a batch that are computed one after the other
     gradient_dtype: Any = jnp.float32
     ema: float = 0.0  # the largest decay of the running mean of weights; 0 for none
@@ -251,7 +258,9 @@ def initial_state(
 def take_step(setup: Setup, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
     """Update the state by one batch."""
     # The objective's sums over the batch, and their gradients.
-    sums, gradient_sums = map_over_devices(setup, gradients, state.params, batch, state.base)
+    sums, gradient_sums = map_over_devices(
+        setup, gradients, "gradients", state.params, batch, state.base
+    )
     loss_sum, count, figures = sums
 
     # One step of the optimizer by their means.
@@ -262,7 +271,12 @@ def take_step(setup: Setup, state: TrainState, batch: Batch) -> tuple[TrainState
 
 
 def map_over_devices(
-    setup: Setup, function: Any, params: Params, batch: Batch, base: Params | None
+    setup: Setup,
+    function: Any,
+    outputs: Outputs,
+    params: Params,
+    batch: Batch,
+    base: Params | None,
 ) -> Any:
     """Call ``function(setup, weights, variables, targets)`` on each device with its parts.
 
@@ -274,7 +288,7 @@ def map_over_devices(
         variables, weights = setup.trainable.split(params, base, setup.gradient_dtype)
         return function(setup, weights, variables, targets)
 
-    return setup.parallel.map(local, function, params, base, targets_of(batch))
+    return setup.parallel.map(local, outputs, params, base, targets_of(batch))
 
 
 def gradients(
@@ -317,26 +331,26 @@ def forward(
 ) -> tuple[Llama, Float[Array, "rows seq embed"]]:
     """Return the model with its whole head, and the final activations of this device's tokens."""
     parallel = setup.parallel
-    params, slots = setup.trainable.assemble(variables, weights)
+    params, receivers = setup.trainable.assemble(variables, weights)
 
     # Embedding and layers; a layer's weights are gathered when it runs.
     gathered = dict(params)
     for name in ("embed", "final_norm"):
-        gathered[name] = parallel.gather(name, params[name], slots[name])
+        gathered[name] = parallel.gather(name, params[name], receivers[name])
     hidden = build_llama(setup.config, gathered, setup.functions).hidden(
         targets.inputs,
         targets.segments,
         parallel.positions(targets.inputs),
-        parallel=LayerGather(parallel.gather_layer, slots["layers"]),
+        parallel=LayerGather(parallel.gather_layer, receivers["layers"]),
     )
 
     # The head is gathered last, and its gradient is summed before the backward pass of the layers
     # begins.
     head = "embed" if setup.config.tie_embeddings else "lm_head"
-    slot = slots[head]
-    if slot is not None and parallel.gathers:
-        hidden, slot = jax.lax.optimization_barrier((hidden, slot))
-    gathered[head] = parallel.gather(head, params[head], slot)
+    receiver = receivers[head]
+    if receiver is not None and parallel.gathers:
+        hidden, receiver = jax.lax.optimization_barrier((hidden, receiver))
+    gathered[head] = parallel.gather(head, params[head], receiver)
     return build_llama(setup.config, gathered, setup.functions), hidden
 
 

@@ -159,6 +159,7 @@ def record_tokens(
             the record's place.
     """
     with errors_as(record.where, JllamaError, json.JSONDecodeError, RecursionError):
+        # 1) Split the record into a prompt and answers.
         tools = record.fields.get("tools")
         if isinstance(tools, str):
             with errors_as("tools is not JSON", ValueError, RecursionError):
@@ -166,11 +167,15 @@ def record_tokens(
         prompt, answers = _prompt_and_answers(record)
         if record.form != TEXT:
             refuse_lost_fields(record.fields, _MEANINGFUL, [prompt, *answers])
+
+        # 2) Check that something asks for the answers.
         asks = _messages(prompt, "user")
         answers_are_texts = all(isinstance(answer, str) for answer in answers)
         has_question = any(message.get("role") != "system" for message in asks)
         if record.form in (PAIR, COMPLETION) and answers_are_texts and not has_question:
             raise JllamaError(f"nothing asks for {record.form[-1]}: it needs a prompt")
+
+        # 3) Encode texts between BOS and EOS, and messages by the template.
         are_texts = all(isinstance(text, str) for text in (prompt, *answers))
         if are_texts and (template is None or record.form == TEXT):
             for text in (prompt, *answers):
@@ -457,17 +462,22 @@ def _write_chats(
     ):
         for source, files in enumerate(sources.values()):
             for record in read_records(files.values(), forms, findings, config.fields):
+                # 1) Tokenize the record, and compute the number that decides its split.
                 sides = []
                 with findings.collect():
                     sides = record_tokens(record, tokenizer, template, stop_ids, findings.notes)
                 text = json.dumps(record.fields, sort_keys=True, default=str).encode()
                 fraction = int.from_bytes(hashlib.sha256(text).digest()[:8]) / 2**64
+
+                # 2) Cut each side to the window, and see whether the record is dropped.
                 is_cut = [len(ids) > window for ids, _ in sides]
                 # The first token is no target, because none before it predicts it.
                 sides = [(ids[:window], [False, *counted[1:window]]) for ids, counted in sides]
                 is_lost = not all(any(counted) for _, counted in sides)
                 findings.notes[TOO_LONG_NOTE] += is_lost
                 is_dropped = is_lost or (config.too_long == "drop" and any(is_cut))
+
+                # 3) Write the sides.
                 for (ids, counted), cut in zip(sides, is_cut, strict=True):
                     content = np.array([*zip(ids, counted, strict=True)], _TOKEN).tobytes()
                     file.write(content)
@@ -476,6 +486,8 @@ def _write_chats(
                     entries.append((fraction, source, start, size, sum(counted), cut, is_dropped))
                     start += size
                 advance(1)
+
+    # 4) Write the entries and the report.
     table = np.array(entries, _ENTRY)
     np.save(folder / "entries.npy", table)
     digest.update(table.tobytes())

@@ -18,10 +18,11 @@ from gguf import GGMLQuantizationType
 
 from jllama.core import JllamaError
 from jllama.core.config import LlamaConfig
-from jllama.core.parameters import PARAMETERS, NamedFormat, Params, tensor_specs
+from jllama.core.parameters import PARAMETERS, NamedFormat, Params
 from jllama.formats.families import family_of
 from jllama.formats.gguf_file import read_gguf_file, shortest, write_gguf_file
 from jllama.formats.safetensors_file import read_safetensors, write_safetensors
+from jllama.formats.specs import tensor_specs
 from jllama.formats.tensors import (
     Checkpoint,
     FileTensor,
@@ -244,6 +245,7 @@ def read_peft(path: Path, config: LlamaConfig) -> Adapter:
     Raises:
         JllamaError: It is not LoRA, rsLoRA or DoRA, or its tensors do not fit.
     """
+    # 1) Read the configuration, and refuse other kinds of adapters.
     source = path / CONFIG
     fields = read_json_object(source)
     fields = {key: value for key, value in fields.items() if value not in (None, [], {}, "")}
@@ -256,6 +258,8 @@ def read_peft(path: Path, config: LlamaConfig) -> Adapter:
         raise JllamaError(
             f"{source} has {problem}; jllama reads LoRA, rsLoRA and DoRA of one rank and alpha"
         )
+
+    # 2) Read the tensors, with their names made uniform.
     stored = {}
     for name, tensor in read_safetensors(path / WEIGHTS).items():
         # Some programs leave out the prefix, or leave in the adapter's name, "default".
@@ -269,6 +273,8 @@ def read_peft(path: Path, config: LlamaConfig) -> Adapter:
                 f"{path / WEIGHTS} holds {full} twice, once as {name}: remove one of them"
             )
         stored[full] = tensor
+
+    # 3) Read the rank, the scale, and which base the adapter belongs to.
     with safetensors.safe_open(path / WEIGHTS, "np") as file:
         fingerprint = (file.metadata() or {}).get(FINGERPRINT, "")
     with errors_as(source):

@@ -238,11 +238,14 @@ def _no_rope_layers(fields: Json, num_layers: int, source: Path) -> list[int]:
 
 def _windows(fields: Json, family: Family, num_layers: int, source: Path) -> Json:
     """Return the sliding window and the layers without it; nothing if no layer has one."""
+    # 1) Read the size of the window, and whether it is in use.
     window = read_fields(fields, {"size": ("sliding_window", 1)}, source)
     has_windows = "sliding_window" in fields
     if "use_sliding_window" in family.defaults:  # transformers ignores it in the other families
         table = {"is_used": ("use_sliding_window", False)}
         has_windows = read_fields(fields, table, source)["is_used"] and has_windows
+
+    # 2) Find the layers with a window, by the file or else by the family.
     first = fields.get("max_window_layers")
     if "max_window_layers" in family.defaults and type(first) is not int:
         raise JllamaError(
@@ -259,6 +262,8 @@ def _windows(fields: Json, family: Family, num_layers: int, source: Path) -> Jso
             f"{source} has layer_types {str(kinds)[:80]}; expected a list of {SLIDING} or {FULL} "
             f"for each of the {num_layers} layers"
         )
+
+    # 3) Check that transformers uses the same layers.
     full = [layer for layer in range(num_layers) if kinds[layer] == FULL]
     if len(full) == num_layers:
         return {}

@@ -18,9 +18,10 @@ from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, LlamaFileType
 
 from jllama.core import JllamaError, UsageError
 from jllama.core.config import LLAMA_VALUES, ROPE_SCALINGS, LlamaConfig, RopeScaling
-from jllama.core.parameters import PARAMETERS, TensorSpec
+from jllama.core.parameters import PARAMETERS
 from jllama.formats.families import GGUF_FAMILIES, MULTIPLIERS, Family, family_of, multipliers
 from jllama.formats.gguf_file import MAGIC, OURS, PLAIN, read_gguf_file, shortest, write_gguf_file
+from jllama.formats.specs import TensorSpec
 from jllama.formats.tensors import (
     Checkpoint,
     FileTensor,
@@ -116,6 +117,7 @@ def read(path: Path) -> Checkpoint:
     norms, which every GGUF file stores as float32: they get the 16-bit dtype of the matrices if all
     have the same one and it holds the norms exactly.
     """
+    # 1) Read the file, and check that it is a whole model of a known family.
     file = _find_file(path)
     metadata, stored = read_gguf_file(file)
     num_parts = metadata.get("split.count", 1)
@@ -134,6 +136,8 @@ def read(path: Path) -> Checkpoint:
             f"{file} has architecture {reprlib.repr(architecture)}; "
             f"jllama reads {', '.join(GGUF_FAMILIES)}"
         )
+
+    # 2) Read the configuration, and match the tensors with it.
     family = GGUF_FAMILIES[architecture]
     with errors_as(f"{file} does not describe a model that jllama has"):
         config = _read_config(metadata, family, stored, file)
@@ -147,6 +151,8 @@ def read(path: Path) -> Checkpoint:
         is_interleaved=family.is_interleaved,
     )
     tensors = _narrow_norms(matched)
+
+    # 3) Read the chat template, the stop ids and the tokenizer.
     template = metadata.get(CHAT_TEMPLATE)
     if not isinstance(template, str | None):
         raise JllamaError(f"{file} has a {CHAT_TEMPLATE} that is not a string")
@@ -378,11 +384,14 @@ def write(checkpoint: Checkpoint, target: Path, dtype: Dtype, on_progress: OnPro
     Norms are always float32, as llama.cpp requires. With ``q8_0``, a matrix whose rows are not a
     multiple of 32 long is float16, as in llama.cpp's own converter.
     """
+    # 1) Find the family, and what llama.cpp needs for the RoPE scaling.
     config = checkpoint.config
     family = family_of(config)
     prefix = f"{family.gguf}."
     tokenizer = checkpoint.tokenizer
     rope_keys, divisors = _rope_scaling_to_write(config, prefix)
+
+    # 2) Collect the tensors, each with the type to write it in.
     tensors = []
     matrix_types = collections.Counter()
     for name, specs in file_tensors(config, "gguf", family.is_fused).items():
@@ -396,6 +405,8 @@ def write(checkpoint: Checkpoint, target: Path, dtype: Dtype, on_progress: OnPro
             matrix_types[type_.name] += 1
     if divisors is not None:
         tensors.append((ROPE_FREQS, divisors.astype(np.float32), GGMLQuantizationType.F32))
+
+    # 3) Describe the model, its tokenizer and its chat template, and write the file.
     main_type = matrix_types.most_common(1)[0][0]
     file_type = LlamaFileType[f"{'ALL' if main_type == 'F32' else 'MOSTLY'}_{main_type}"]
     fields = {key: _KINDS[name](getattr(config, name)) for name, key in _FIELDS.items()}
@@ -488,9 +499,13 @@ def _rope_scaling_to_write(
     scaling = config.rope_scaling
     if scaling is None:
         return {}, None
+
+    # jllama's own keys, which hold every field of the scaling.
     keys: dict[str, Any] = {
         OURS + name: value for name, value in dataclasses.asdict(scaling).items()
     }
+
+    # If llama.cpp has no keys for the scaling, divisors of the frequencies may do the same.
     if not scaling.gguf:
         if not scaling.grows and scaling.attention_factor == 1:
             return keys, _frequencies(config, _UNSCALED) / _frequencies(config, scaling)
@@ -498,6 +513,8 @@ def _rope_scaling_to_write(
             f"GGUF has no RoPE scaling of type {scaling.type}: "
             "convert to another format (hf, orbax)"
         )
+
+    # llama.cpp's keys.
     prefix += "rope.scaling."
     for field, key in scaling.gguf.items():
         keys[prefix + key] = getattr(scaling, field)

@@ -81,6 +81,8 @@ def read_gguf_file(path: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
         raise JllamaError(
             f"{path} is {kind}; versions 2 and 3, little-endian, can be read: convert it again"
         )
+
+    # The metadata, and the place of each tensor.
     num_tensors = header.number("Q")
     num_keys = header.number("Q")
     metadata = header.entries("key", num_keys, header.value)

@@ -169,6 +169,7 @@ def _rope_fields(fields: Mapping[str, Any], family: Family, source: Path) -> Jso
 
     A file may have them in both spellings, for old and new readers, if they agree.
     """
+    # 1) Take the fields of RoPE at the top level of the file.
     readings = [{key: fields[key] for key in _ROPE_COMMON if key in fields}]
     by_layer = "rope_scaling_layers" in family.optional
     theta = family.defaults.get("rope_theta")
@@ -178,6 +179,8 @@ def _rope_fields(fields: Mapping[str, Any], family: Family, source: Path) -> Jso
             f"{family.architecture} takes for some layers alone: give rope_parameters with "
             f"{FULL} and {SLIDING}"
         )
+
+    # 2) Add the fields of both spellings.
     for spelling in ("rope_scaling", "rope_parameters"):
         value = fields.get(spelling)
         if not value:
@@ -193,6 +196,8 @@ def _rope_fields(fields: Mapping[str, Any], family: Family, source: Path) -> Jso
             )
         reading = {key: field for key, field in value.items() if field is not None}
         readings.append({"rope_type": reading.pop("type", "default")} | reading)
+
+    # 3) Join them; if two values of a field differ, refuse the file.
     rope: Json = {"rope_type": "default"}
     for reading in readings:
         rope |= reading
@@ -225,6 +230,7 @@ def _rope_scaling(
     rope: Mapping[str, Any], max_seq_len: int, family: Family, source: Path
 ) -> RopeScaling | None:
     """Return the scaling that the fields of RoPE describe."""
+    # 1) Refuse types and fields that jllama does not have.
     name = rope["rope_type"]
     kind = ROPE_SCALINGS.get(str(name), RopeScaling)
     fixed = kind.huggingface_fixed
@@ -242,10 +248,14 @@ def _rope_scaling(
                 f"{source} has RoPE with {key} {json.dumps(rope[key])[:100]}; "
                 f"jllama has only {json.dumps(values[0])}"
             )
+
+    # 2) Read the numbers of the scaling.
     keys = [key for key in rope if key not in ("rope_type", *_ROPE_COMMON, *fixed)]
     numbers = read_fields(rope, {key: (key, 1.0) for key in keys}, source)
     if name == "default" and not numbers:
         return None
+
+    # 3) Read the length that the model had before it was scaled.
     table = {"length": ("original_max_position_embeddings", max_seq_len)}
     length = read_fields(rope, table, source)["length"]
     if kind.grows and length != max_seq_len:
@@ -266,12 +276,15 @@ def config_to_huggingface(config: LlamaConfig, dtype: str) -> Json:
     Raises:
         JllamaError: transformers has no such model.
     """
+    # 1) Refuse sizes that transformers cannot load.
     family = family_of(config)
     if family.model_type == "llama" and config.embed_dim % config.num_heads:
         raise JllamaError(
             f"transformers loads no Llama whose embed_dim ({config.embed_dim}) is not "
             f"a multiple of num_heads ({config.num_heads}): save it in another format"
         )
+
+    # 2) Describe the RoPE scaling.
     scaling = config.rope_scaling
     rope: Json = {"rope_type": "default"}
     if scaling:
@@ -284,6 +297,8 @@ def config_to_huggingface(config: LlamaConfig, dtype: str) -> Json:
             )
         if length and not scaling.grows:
             rope["original_max_position_embeddings"] = length
+
+    # 3) Collect all other fields. transformers 5 reads those of RoPE from rope_parameters.
     values = {key: type(default)(getattr(config, name)) for name, (key, default) in _FIELDS.items()}
     values |= written_options(config, family)
     parameters = rope | {"rope_theta": values["rope_theta"]}
@@ -313,6 +328,7 @@ def read(path: Path) -> Checkpoint:
 
     Of the weights, only the embedding is read, if there is a tied head to compare it with.
     """
+    # 1) Read the configuration.
     source = path / CONFIG
     if not source.is_file():
         if (path / "adapter_config.json").is_file():
@@ -326,6 +342,8 @@ def read(path: Path) -> Checkpoint:
         )
     fields = read_json_object(source)
     config = config_from_huggingface(fields, source)
+
+    # 2) Read the weights, and take the size of the vocabulary from them if it is not set.
     weights = _read_weights(path)
     for name in list(weights):
         if re.fullmatch(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", name):
@@ -335,6 +353,8 @@ def read(path: Path) -> Checkpoint:
         # An embedding without rows is refused below.
         vocab_size = max([1, *weights[embed].shape[:1]])
         config = dataclasses.replace(config, vocab_size=vocab_size)
+
+    # 3) Check the names, and match the tensors with the configuration.
     prefix = next((name.removesuffix(embed) for name in weights if name.endswith(embed)), "")
     if prefix:
         raise JllamaError(
@@ -355,6 +375,8 @@ def read(path: Path) -> Checkpoint:
             f"{path}: {_HEAD} differs from {embed}, "
             f"so tie_word_embeddings must be false in {CONFIG}"
         )
+
+    # 4) Read the tokenizer, the chat template and the stop ids.
     tokenizer, template, stops = read_text_files(path)
     if template is None:
         template = _read_old_chat_template(path / TOKENIZER_CONFIG)
@@ -368,6 +390,7 @@ def _read_weights(path: Path) -> dict[str, np.ndarray]:
 
     If both are there, the one file is read, as in transformers.
     """
+    # 1) Read the one file, or the index of the shards.
     if has_file(path / WEIGHTS):
         return read_safetensors(path / WEIGHTS)
     index = path / INDEX
@@ -382,6 +405,8 @@ def _read_weights(path: Path) -> dict[str, np.ndarray]:
         raise JllamaError(
             f"{index} has no weight_map, the object that says which file each tensor is in"
         )
+
+    # 2) Check that all shards are files of this folder.
     for shard in shard_of.values():
         # The file may be a link that leads elsewhere, as in the hub's cache; its name may not.
         is_name = isinstance(shard, str) and re.fullmatch(
@@ -398,6 +423,8 @@ def _read_weights(path: Path) -> dict[str, np.ndarray]:
         raise JllamaError(
             f"{path} lacks {', '.join(missing)}, which {INDEX} names: copy what is missing there"
         )
+
+    # 3) Read the shards, and compare their tensors with the index.
     tensors = {shard: read_safetensors(path / shard) for shard in shards}
     actual = {name: f"in {shard}" for shard in shards for name in tensors[shard]}
     if _HEAD not in actual:  # a tied one may be named without being there
@@ -429,6 +456,7 @@ def write(
     checkpoint: Checkpoint, target: Path, dtype: np.dtype | None, on_progress: OnProgress
 ) -> None:
     """Write a folder that transformers loads without changes."""
+    # 1) Collect the tensors, each with the dtype to write it in.
     tensors = {}
     is_fused = family_of(checkpoint.config).is_fused
     for name, specs in file_tensors(checkpoint.config, "huggingface", is_fused).items():
@@ -445,6 +473,8 @@ def write(
     # transformers loads every tensor in one dtype: the one that holds all of them without rounding.
     whole = str(functools.reduce(jnp.promote_types, dtypes))
     config = config_to_huggingface(checkpoint.config, whole)
+
+    # 2) Write the tokenizer, the chat template and the configuration.
     tokenizer = checkpoint.tokenizer
     stops = checkpoint.stop_ids
     others = {}
@@ -460,6 +490,8 @@ def write(
         # Old programs, such as transformers 4.45, do not read chat_template.jinja.
         fields = read_json_object(file) | {"chat_template": checkpoint.chat_template}
         write_json(file, fields)
+
+    # 3) Write the weights, in shards if they are large.
     split = huggingface_hub.split_state_dict_into_shards_factory(
         tensors,
         get_storage_size=lambda tensor: math.prod(tensor[1].shape) * tensor[2].itemsize,

@@ -16,7 +16,8 @@ import numpy as np
 
 from jllama.core import JllamaError
 from jllama.core.config import LLAMA_VALUES, LlamaConfig, inverse_frequencies
-from jllama.core.parameters import TensorSpec, count_parameters, tensor_specs
+from jllama.core.parameters import count_parameters
+from jllama.formats.specs import TensorSpec, tensor_specs
 from jllama.formats.tensors import Checkpoint, OnProgress, blocks, reorder_rotary
 from jllama.system.files import errors_as, has_file
 from jllama.tokenizers.llama2c import load_llama2c_tokenizer, save_llama2c_tokenizer
@@ -97,6 +98,7 @@ def _specs_in_order(config: LlamaConfig) -> list[TensorSpec]:
 
 def read(path: Path) -> Checkpoint:
     """Open a llama2.c file, or the folder that holds it, with ``tokenizer.bin`` if it is there."""
+    # 1) Find the file, and check its size against its header.
     file = _find_file(path) if path.is_dir() else path
     if file is None:
         raise JllamaError(
@@ -115,6 +117,8 @@ def read(path: Path) -> Checkpoint:
             f"{file} {problem}: it has {size} bytes but its "
             f"header describes {expected}: fetch it again"
         )
+
+    # 2) Map the tensors, which stand in a fixed order without names.
     numbers = np.memmap(file, "<f4", "r", offset=_HEADER.size)
     tensors = {}
     start = 0
@@ -125,6 +129,8 @@ def read(path: Path) -> Checkpoint:
         tensor = numbers[start:stop].reshape(spec.shape)
         tensors[spec.key] = reorder_rotary(spec, tensor, config, to_half_split=True)
         start = stop
+
+    # 3) Read the tokenizer beside the file.
     tokenizer = None
     if has_file(file.parent / TOKENIZER):
         tokenizer = load_llama2c_tokenizer(file.parent / TOKENIZER)

@@ -17,8 +17,9 @@ import numpy as np
 
 from jllama.core import JllamaError, UsageError
 from jllama.core.config import LlamaConfig, RopeScaling, llama_mlp_dim
-from jllama.core.parameters import PARAMETERS, tensor_specs
+from jllama.core.parameters import PARAMETERS
 from jllama.formats.chat_files import read_text_files, write_chat_files
+from jllama.formats.specs import tensor_specs
 from jllama.formats.tensors import (
     Checkpoint,
     FileTensor,
@@ -97,6 +98,7 @@ def read(path: Path, rope_factor: float | None = None) -> Checkpoint:
             factor. None is the factor of the released Llama with the same shape, vocabulary and
             theta, which a note on stderr names; ``JllamaError`` if there is none.
     """
+    # The options, which must be ones that jllama has.
     source = path / PARAMS
     if not source.is_file():
         raise JllamaError(
@@ -127,6 +129,8 @@ def read(path: Path, rope_factor: float | None = None) -> Checkpoint:
     if head is None or (embed is not None and have_same_bits(head, embed)):
         config = dataclasses.replace(config, tie_embeddings=True)
         joined.pop(head_name, None)
+
+    # The tensors, and the context: by jllama's own file, else that of the released Llama.
     tensors = match_tensors(joined, config, "meta", path)
     own = path / OURS
     own_fields = read_json_object(own) if has_file(own) else {}

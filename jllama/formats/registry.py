@@ -166,6 +166,7 @@ def load(
         >>> model.config.num_layers
         1
     """
+    # 1) Choose the dtype, and check the other arguments.
     _cache_compiled_programs()
     if dtype is not None:
         dtype = _float_dtype(dtype)
@@ -179,6 +180,8 @@ def load(
             f"quantize is {quantize!r}, which is for decoding: "
             "leave it out, or set layout to 'decode'"
         )
+
+    # 2) Open the checkpoint, and read its weights onto the devices.
     source = _local(path)
     checkpoint = open_checkpoint(source, rope_factor, step, adapter)
     if checkpoint.adapter and dtype is None:
@@ -189,6 +192,8 @@ def load(
             params = tensors.load_params(checkpoint, dtype, mesh, on_progress)
         else:
             params = tensors.load_decode_params(checkpoint, dtype, mesh, on_progress, quantize)
+
+    # 3) Add the tokenizer, the chat template and the stop ids.
     tokenizer = checkpoint.tokenizer
     matrix = checkpoint.tensors["layers/0/w_down"]
     return LanguageModel(
@@ -330,6 +335,7 @@ def open_checkpoint(
     adapter: str | Path | None = None,
 ) -> Checkpoint:
     """Open a checkpoint of any format without reading its weights, as ``load`` does."""
+    # 1) Open the source by its format; merge a run's own adapter with its base.
     source = _local(path)
     own_step = None if adapter else step
     config = run.read_config(source) if run.recognizes(source) else None
@@ -353,6 +359,8 @@ def open_checkpoint(
                 )
             options[name] = value
         checkpoint = format.read(source, **options)
+
+    # 2) Check that the tokenizer fits the embedding.
     tokenizer = checkpoint.tokenizer
     num_rows = checkpoint.config.vocab_size
     if tokenizer is not None and tokenizer.vocab_size > num_rows:
@@ -360,6 +368,8 @@ def open_checkpoint(
             f"the tokenizer of {source} has {tokenizer.vocab_size} tokens but the embedding "
             f"has {num_rows} rows: put the one there that the model was trained with"
         )
+
+    # 3) Merge the adapter that the caller names.
     if adapter:
         added = _read_adapter(_local(adapter, "adapter"), checkpoint.config, step)
         return adapters.merge(checkpoint, added)

@@ -25,13 +25,14 @@ from orbax.checkpoint import checkpoint_managers
 from jllama.core import JllamaError
 from jllama.core.config import LlamaConfig
 from jllama.core.model import abstract_params
-from jllama.core.parameters import Params, TensorSpec, as_matrix, parameter_table, tensor_specs
+from jllama.core.parameters import Params, parameter_table
 from jllama.formats.receipt import (
     check_weights,
     describe_weights,
     fingerprint_of_parts,
     read_receipt,
 )
+from jllama.formats.specs import TensorSpec, as_matrix, tensor_specs
 from jllama.formats.tensors import FileTensor, LazyTensor, differences
 from jllama.parallel.distributed import process_index
 from jllama.system.files import Json, read_json_object, refuse_special_files
@@ -68,6 +69,7 @@ class RunCheckpoints:
         read_only: bool = False,
         copied_gb: int | None = None,
     ) -> None:
+        # 1) Check the folder's name, and delete checkpoints that are marked for removal.
         self.folder = folder.resolve()
         if "\\" in self.folder.as_posix():
             raise JllamaError(
@@ -76,6 +78,8 @@ class RunCheckpoints:
             )
         if not read_only:
             self._sweep()
+
+        # 2) Choose how to store items, and which checkpoints stay: the last ones and the best.
         limits: Any = {"use_compression": False, "save_concurrent_gb": copied_gb}
         handlers = {
             "params": ocp.PyTreeCheckpointHandler(**limits),
@@ -91,6 +95,8 @@ class RunCheckpoints:
         best = checkpoint_managers.BestN(
             get_metric_fn=loss, reverse=True, n=1, keep_checkpoints_without_metrics=False
         )
+
+        # 3) Open the folder.
         access: Json = {"cleanup_tmp_directories": True, "todelete_subdir": _UNWANTED}
         if read_only:
             access = {"read_only": True, "create": False, "save_interval_steps": 0}

@@ -25,14 +25,12 @@ from jllama.core.config import LlamaConfig
 from jllama.core.parameters import (
     NamedFormat,
     Params,
-    TensorSpec,
-    as_matrix,
     axis_sizes,
     joined_groups,
     parameter_table,
     shape_of,
-    tensor_specs,
 )
+from jllama.formats.specs import TensorSpec, as_matrix, tensor_specs
 from jllama.kernels.linear import int8_rows
 from jllama.models.decode_params import DecodeParams, Quantization
 from jllama.parallel.sharding import RULES, check_divides, matrix_sharding, row_spec

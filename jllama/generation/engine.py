@@ -59,6 +59,28 @@ class Dispatch(NamedTuple):
     block: steps.Block
 
 
+@dataclasses.dataclass
+class Staged:
+    """What the cache contains that prompts are computed in."""
+
+    owner: tuple[str, str] | None = None  # who may reuse it: a model and a salt
+    ids: list[int] = dataclasses.field(default_factory=list)
+
+    def num_shared(self, request: Request, resumes: bool) -> int:
+        """Return how many tokens of a prompt it has: all or none, unless an engine ``resumes``."""
+        if self.owner is None or self.owner != _owner(request):
+            return 0
+        if not request.caches or request.pooling:
+            return 0
+        ids = [*request.prompt.ids[:-1]]
+        if not resumes:
+            return len(ids) if ids == self.ids else 0
+        shared = 0
+        while shared < min(len(ids), len(self.ids)) and ids[shared] == self.ids[shared]:
+            shared += 1
+        return shared
+
+
 class Engine:
     """Generates many texts at once, as rows of one batch that requests join and leave.
 
@@ -155,8 +177,7 @@ class Engine:
         # The batch, and a batch of one row whose cache prompts are computed in. With one slot both
         # are the same.
         self._batches = list[DecodeBatch]()
-        # What the cache that prompts are computed in contains: the owner and the token ids.
-        self._staged: tuple[Any, list[int]] = None, []
+        self._staged = Staged()
 
     def replace_weights(self, model: LanguageModel, name: str = "") -> None:
         """Generate from now on with other weights of the same shapes; nothing compiles again.
@@ -174,7 +195,7 @@ class Engine:
         self._base = next(iter(self.models.values()))
         self._weights[name] = self.models[name].decode_params, model.config
         self._prefixes.clear()
-        self._staged = None, []
+        self._staged = Staged()
 
     @property
     def busy(self) -> bool:
@@ -236,7 +257,7 @@ class Engine:
         if self._resumes and row.tokens:
             # The cache has all tokens but the last one.
             ids = [*row.request.prompt.ids, *(token.id for token in row.tokens[:-1])]
-            self._staged = _owner(row.request), ids
+            self._staged = Staged(_owner(row.request), ids)
 
     def step(self) -> Events:
         """Admit requests, compute prompts, dispatch a block, and return the events of the last.
@@ -380,18 +401,10 @@ class Engine:
         That is all of an equal prompt, or if the engine ``resumes``, the tokens that the last text
         has in common with it.
         """
-        request = row.request
-        ids = [*request.prompt.ids[:-1]]
-        owner, staged = self._staged
-        shared = 0
-        if owner and owner == _owner(request) and request.caches and not request.pooling:
-            while shared < min(len(ids), len(staged)) and ids[shared] == staged[shared]:
-                shared += 1
-            if not self._resumes and ids != staged:
-                shared = 0
+        shared = self._staged.num_shared(row.request, self._resumes)
         row.num_prefilled = shared
         row.num_cached = shared - shared % self.chunk_tokens  # as the prefix cache counts them
-        self._staged = _owner(request), ids[:shared]
+        self._staged = Staged(_owner(row.request), [*row.request.prompt.ids[:shared]])
         lengths = self._put(np.array([shared], np.int32))
         self._set_cache(self._batches[-1].cache._replace(lengths=lengths))
 
@@ -400,42 +413,54 @@ class Engine:
 
         Return how many tokens were computed, padding included.
         """
-        request = row.request
-        start = row.num_prefilled
+        start = np.int32(row.num_prefilled)
         size = self.chunk_tokens
-        tokens = request.prompt.ids[start : min(start - start % size + size, row.prefill_len)]
-        cache = self._batches[-1].cache
-        key = row.chunk_keys.get(start)
+        end = min(row.num_prefilled // size * size + size, row.prefill_len)
+        tokens = row.request.prompt.ids[row.num_prefilled : end]
+        key = row.chunk_keys.get(row.num_prefilled)
+
+        # 1) Take it from the prefix cache; prompts whose tokens are scored need its activations.
         chunk = None
-        if key and not request.prompt_log_probs:
+        if key and not row.request.prompt_log_probs:
             chunk = self._prefixes.pop(key, None)
         num_computed = 0
         if chunk:
             row.num_cached += size
-            self._set_cache(steps.write_chunk(cache, chunk, np.int32(start)))
+            self._set_cache(steps.write_chunk(self._batches[-1].cache, chunk, start))
+
+        # 2) Or compute it.
         else:
-            num_computed = power_of_two_at_least(len(tokens), MIN_CHUNK)
-            if request.prompt_log_probs:
-                num_computed = size  # so that ``score_chunk`` has one shape
-            padded = np.zeros((1, num_computed), np.int32)
-            padded[0, : len(tokens)] = tokens
-            count = np.array([len(tokens)], np.int32)
-            cache_is_empty = self.first_chunk_is_whole and start == 0
-            args = *self._weights[request.model], cache, padded, count, cache_is_empty
-            hidden, cache = steps.call_program(steps.prefill_chunk, *args)
-            self._set_cache(cache)
-            if request.pooling:
-                row.pool(hidden, len(tokens))
-            if request.prompt_log_probs:
-                self._score(row, hidden, len(tokens))
+            num_computed = self._compute_chunk(row, tokens)
             if key:
-                chunk = steps.read_chunk(cache, np.int32(start), size)
+                chunk = steps.read_chunk(self._batches[-1].cache, start, size)
+
+        # 3) Keep it for other prompts, as the most recently used one.
         if key and chunk:
-            self._prefixes[key] = chunk  # now the most recently used one
+            self._prefixes[key] = chunk
             if len(self._prefixes) * size > self._prefix_tokens:
                 del self._prefixes[next(iter(self._prefixes))]
         row.num_prefilled += len(tokens)
-        self._staged[1].extend(tokens)
+        self._staged.ids.extend(tokens)
+        return num_computed
+
+    def _compute_chunk(self, row: Row, tokens: Sequence[int]) -> int:
+        """Compute tokens of a prompt, and what else is asked of them; return how many, padded."""
+        request = row.request
+        num_computed = power_of_two_at_least(len(tokens), MIN_CHUNK)
+        if request.prompt_log_probs:
+            num_computed = self.chunk_tokens  # so that ``score_chunk`` has one shape
+        padded = np.zeros((1, num_computed), np.int32)
+        padded[0, : len(tokens)] = tokens
+        count = np.array([len(tokens)], np.int32)
+        cache_is_empty = self.first_chunk_is_whole and row.num_prefilled == 0
+        cache = self._batches[-1].cache
+        args = *self._weights[request.model], cache, padded, count, cache_is_empty
+        hidden, cache = steps.call_program(steps.prefill_chunk, *args)
+        self._set_cache(cache)
+        if request.pooling:
+            row.pool(hidden, len(tokens))
+        if request.prompt_log_probs:
+            self._score(row, hidden, len(tokens))
         return num_computed
 
     def _score(self, row: Row, hidden: Any, num_tokens: int) -> None:

@@ -72,7 +72,7 @@ def token_log_probs(
 
     Log-probabilities are float32. Logits are made as by ``score_tokens``.
     """
-    return score_tokens(_likelihood, hidden, head, targets, chunk_tokens)
+    return score_tokens(likelihood, hidden, head, targets, chunk_tokens)
 
 
 def score_tokens(
@@ -101,7 +101,8 @@ def score_tokens(
     return jax.tree.map(lambda parts: parts.swapaxes(0, 1).reshape(batch, -1)[:, :seq], results)
 
 
-def _likelihood(logits: Array, targets: Array) -> tuple[Array, Array]:
+def likelihood(logits: Array, targets: Array) -> tuple[Array, Array]:
+    """Compute ``core.ops.likelihood``, with a gradient in a fixed order on GPUs."""
     log_prob, *_ = _log_softmax(logits, targets)
     return log_prob, jnp.argmax(logits, axis=-1) == targets
 

@@ -1,1 +1,1 @@
-"""Checks, as data, that this machine computes Llamas correctly, and what errors they would see."""
+"""Checks of jllama, of other programs and of runs; plans for absent devices; lm-eval."""

@@ -25,7 +25,7 @@ from jllama.lab.bisect import (
 from jllama.lab.checks import relative_error
 from jllama.system.files import CHECKPOINTS, METRICS, SAMPLES, SKIPPED, Json
 from jllama.training.checkpointing import restore_state
-from jllama.training.compiling import compute_dtype, put_on_devices
+from jllama.training.compiling import put_on_devices
 from jllama.training.config import TrainConfig
 from jllama.training.loop import Run, next_batch, program_for
 from jllama.training.metrics import Evaluation, summarize
@@ -52,6 +52,7 @@ def audit(
         UsageError: the run has no such steps, or learns from rewards.
         JllamaError: it logged and saved nothing in these steps.
     """
+    # 1) Check that the run can be audited, and choose the checkpoint to begin with.
     folder = Path(config.run_dir)
     if config.reward:
         raise UsageError(
@@ -66,6 +67,8 @@ def audit(
             f"{max(steps, default=0)}, the smaller one first"
         )
     start = max((step for step in steps if step <= first), default=0)
+
+    # 2) Copy the folder with this checkpoint alone, so that the run's own files stay as they are.
     with tempfile.TemporaryDirectory(prefix="audit") as scratch:
         copy = Path(scratch) / folder.resolve().name
         copy.mkdir()
@@ -76,6 +79,8 @@ def audit(
         if start:
             checkpoint = f"{CHECKPOINTS}/{start}"
             shutil.copytree(folder / checkpoint, copy / checkpoint)
+
+        # 3) Resume the run in the copy, and compare each step with what the run logged and saved.
         config = dataclasses.replace(config, run_dir=str(copy), resume="auto", logger="")
         run = open_run(config, None, ())
         assert not isinstance(run, Evaluation), "no step is left"
@@ -85,6 +90,8 @@ def audit(
         while run.step < last:
             compared += _take_step(run, saved, history, is_shown=run.step >= first)
             on_step(run.step)
+
+    # 4) Require figures of these steps, and compare the weights of all checkpoints.
     if all(one.part == "session" for one in compared):
         raise JllamaError(
             f"{folder} has no figures of steps {first + 1} to {last}: choose a range with a line "
@@ -93,7 +100,7 @@ def audit(
     for step in steps:
         actual = {f"step {step}/{path}": text for path, text in saved.fingerprints(step).items()}
         compared += compare_values(f"checkpoints that are not what {RECEIPT} says", history, actual)
-    return Bisection(compared, TOLERANCES[compute_dtype(run.config, run.training.mesh).name])
+    return Bisection(compared, TOLERANCES[run.training.decisions.dtype.name])
 
 
 def _take_step(

@@ -11,10 +11,11 @@ from jaxtyping import Float
 from rich.tree import Tree
 
 from jllama.core.config import LlamaConfig
-from jllama.core.parameters import TensorSpec, as_matrix, shape_of, tensor_specs
+from jllama.core.parameters import shape_of
 from jllama.formats import run
 from jllama.formats.receipt import RECEIPT, read_receipt
 from jllama.formats.registry import open_checkpoint
+from jllama.formats.specs import TensorSpec, as_matrix, tensor_specs
 from jllama.formats.tensors import Checkpoint, FileTensor, blocks
 from jllama.generation.text import prompt_ids
 from jllama.lab.checkpoint import PROSE

@@ -218,6 +218,7 @@ def _verdict(
         inputs: the arguments.
         run: calls ``function`` and returns what to compare; if None, that is the value of one call.
     """
+    # 1) Check that the function takes the inputs.
     try:
         inspect.signature(function).bind(*inputs)
     except TypeError as error:
@@ -225,6 +226,8 @@ def _verdict(
         raise UsageError(
             f"{component} is called as ``{form}``, but your function does not take that: {error}"
         ) from error
+
+    # 2) Compare its result with the right one.
     expected = np.asarray(right(*inputs))
     call = partial(run, function) if run else function
     result = call(*copy.deepcopy(inputs))  # the function may write on its inputs
@@ -240,12 +243,16 @@ def _verdict(
     error = relative_error(actual, expected)
     if error < tolerance:
         return Verdict(component, error, tolerance)
+
+    # 3) Look for a known mistake that gives the same result.
     mistakes = MISTAKES[component]
     with np.errstate(all="ignore"):
         distances = {name: _distance(actual, wrong(*inputs)) for name, wrong in mistakes.items()}
     distance, nearest = min((distance, name) for name, distance in distances.items())
     if distance < tolerance:
         return Verdict(component, error, tolerance, nearest)
+
+    # 4) If there is none, report the place with the largest difference.
     place = np.unravel_index(np.argmax(np.abs(actual - expected)), actual.shape)
     remark = (
         f"It behaves like none of the {len(mistakes)} known mistakes; the largest difference is at "

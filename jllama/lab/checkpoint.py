@@ -106,6 +106,7 @@ def verify_checkpoint(
         JllamaError: the checkpoint cannot be opened.
         UsageError: the text is empty, or ``rope_factor`` is wrong.
     """
+    # The arguments, the checkpoint and its configuration.
     if text is not None and not text.strip():
         raise UsageError(
             "the text is empty: give some of the kind that the model was trained on, or none"
@@ -158,6 +159,7 @@ def verify_checkpoint(
             problem += "; each layer alone is right, so these weights amplify float32's rounding"
         problems.append(problem)
 
+    # The perplexity, if there is a tokenizer.
     score = None
     if tokenizer is not None:
         score = _score(run.oracle_logits, tokens, tokenizer)

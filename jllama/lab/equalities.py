@@ -98,6 +98,7 @@ def equality_checks(implementation: Implementation) -> list[Check]:
 
     Their tolerance is ``TOLERANCE`` where none is stated.
     """
+    # A small model, and its rows of tokens.
     rng = np.random.default_rng(0)
     # With small embeddings, what attention adds counts in the logits.
     params = random_params(CONFIG, 0, embed_std=0.1)
@@ -118,6 +119,7 @@ def equality_checks(implementation: Implementation) -> list[Check]:
 
     ragged = "ragged batch against single rows"
     return [
+        # Decoding with a cache, in one piece and in chunks.
         _check(
             "prefill and decode against one forward",
             f"every split of {SEQ}",
@@ -135,11 +137,13 @@ def equality_checks(implementation: Implementation) -> list[Check]:
             )
             for width in chunks
         ),
+        # Rows of different lengths, and packed documents.
         _check(ragged, f"{SEQ} lengths", ragged_error, case, lengths),
         _check(ragged, "other padding and mates", padding_error, case, lengths),
         _check(
             "packed documents against each alone", "up to 4 in a row", packed_error, case, segments
         ),
+        # Layers, remat and dtypes.
         _check("scanned against unrolled layers", "logits", layouts_error, case, tolerance=CLOSE),
         _check("remat on against off", "loss", remat_error, case, 0, tolerance=CLOSE),
         _check("remat on against off", "gradients", remat_error, case, 1),
@@ -151,6 +155,7 @@ def equality_checks(implementation: Implementation) -> list[Check]:
             positions,
             tolerance=BFLOAT16_TOLERANCE,
         ),
+        # Each attention against reference attention and the oracle.
         *(
             _check(
                 "packed documents against reference attention",
@@ -177,6 +182,7 @@ def equality_checks(implementation: Implementation) -> list[Check]:
             for dtype, suffix, tolerance in DTYPES
             for name, attention in attentions().items()
         ),
+        # Sharding.
         *(
             _check(f"sharded against one device, {result}", column, error, case, sizes)
             for column, sizes in MESHES.items()

@@ -18,7 +18,8 @@ from jaxtyping import Array, Float, Float32, Float64
 from jllama import functional as F
 from jllama.core.config import LlamaConfig
 from jllama.core.model import attention_inputs, build_layer
-from jllama.core.parameters import Params, TensorSpec, as_matrix, shape_of, tensor_specs
+from jllama.core.parameters import Params, shape_of
+from jllama.formats.specs import TensorSpec, as_matrix, tensor_specs
 from jllama.formats.tensors import Checkpoint, blocks
 from jllama.models import oracle
 
@@ -149,12 +150,14 @@ def run_layerwise(
     ids = np.asarray(tokens)
     seq = len(tokens)
 
+    # 1) Read the embeddings of the tokens, a block of the matrix at a time.
     on_stage("embedding")
     jax_stream = np.empty((seq, config.embed_dim), np.float32)
     for rows, block in reader.blocks(specs["embed"]):
         inside = (ids >= rows.start) & (ids < rows.stop)
         jax_stream[inside] = block[ids[inside] - rows.start]
 
+    # 2) Run each layer, first jllama's on two inputs, then the oracle's.
     jax_stream *= np.float32(config.embedding_multiplier)
     stream = jax_stream.astype(np.float64)
     causal = np.tri(seq, dtype=bool)
@@ -186,6 +189,7 @@ def run_layerwise(
         errors.append(update_error(alone - rounded.astype(np.float64), after - stream, stream))
         stream = after
 
+    # 3) Compute the logits of both, a block of the vocabulary at a time.
     on_stage("head")
     norm = reader.whole(specs["final_norm"])
     hidden = oracle.rms_norm(stream, norm.astype(np.float64), config.norm_eps)

@@ -69,6 +69,7 @@ def topology_devices(topology: str) -> tuple[Accelerator, list[Any]]:
     """
     from jax.experimental import topologies
 
+    # 1) Parse the topology: the kind of accelerator, and its sides or its number of devices.
     kind, _, shape = usual_topology(topology).partition(":")
     if kind not in ACCELERATORS:
         raise unknown_name("accelerator", kind, ACCELERATORS)
@@ -86,6 +87,8 @@ def topology_devices(topology: str) -> tuple[Accelerator, list[Any]]:
             shapes = "the sides of the slice"
         example = "x".join(["4"] * accelerator.sides) or "8"
         raise UsageError(f"{topology} is no topology: give {shapes}, such as {kind}:{example}")
+
+    # 2) If the packages that compile for it are missing, return CPU devices instead.
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     options: dict[str, Any]
@@ -105,6 +108,8 @@ def topology_devices(topology: str) -> tuple[Accelerator, list[Any]]:
         except RuntimeError:  # JAX has devices already
             raise error from None
         return accelerator._replace(kind=""), jax.devices("cpu")
+
+    # 3) Describe the devices to the compiler.
     if is_tpu:
         options = {"platform": "tpu", "topology_name": f"{kind}:{shape}"}
         if kind == "v4":

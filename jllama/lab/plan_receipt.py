@@ -16,8 +16,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jllama.core import JllamaError
 from jllama.core.config import LlamaConfig
 from jllama.core.model import KVCache, abstract_params
-from jllama.core.parameters import tensor_specs, training_flops_per_token
+from jllama.core.parameters import training_flops_per_token
 from jllama.core.step import Batch
+from jllama.formats.specs import tensor_specs
 from jllama.functional import choose_cache_attention
 from jllama.lab import plan_program as program
 from jllama.lab.plan_devices import MEASURED, interconnect_s, topology_devices
@@ -28,7 +29,7 @@ from jllama.parallel.sharding import check_divides, make_mesh, matrix_sharding
 from jllama.parallel.shards import AXES, batch_shardings
 from jllama.system.devices import ACCELERATORS, Accelerator, device_bytes, program_bytes
 from jllama.system.files import Json
-from jllama.training.compiling import Training, attention_of, check_batch_divides, compile_training
+from jllama.training.compiling import Training, check_batch_divides, compile_training
 from jllama.training.config import TrainConfig
 
 
@@ -136,7 +137,7 @@ class Receipt:
 
     @property
     def expected_s(self) -> float | None:
-        """The expected time of a step, by ``plan.devices.MEASURED``.
+        """The expected time of a step, by ``plan_devices.MEASURED``.
 
         None if the device or the kernel was not measured. Attention, the other products and the
         memory traffic are taken to follow each other, and the exchanges to run beside them.
@@ -182,6 +183,7 @@ def plan_training(config: TrainConfig, topology: str) -> Receipt:
     Raises:
         UsageError: the topology, mesh or batch is not possible.
     """
+    # If remat is auto, plan dots first, and block if that does not fit.
     options = config.training
     if options.remat == "auto":
         dots, block = (
@@ -208,7 +210,7 @@ def plan_training(config: TrainConfig, topology: str) -> Receipt:
 
     # The parts of the receipt that formulas give.
     tokens = options.batch_size * seq_len
-    attention = attention_of(config, mesh)
+    attention = training.decisions.attention
     shares = training.trainable.shares
     token_flops = training_flops_per_token(config.model, seq_len, shares)
     products_flops = training_flops_per_token(config.model, 0, shares)
@@ -228,6 +230,8 @@ def plan_training(config: TrainConfig, topology: str) -> Receipt:
     if not accelerator.kind:  # nothing compiles for it
         rows = options.batch_size / mesh.shape["data"] / mesh.shape["fsdp"] / options.accumulation
         known["temporaries_bytes"] = known["gradients_bytes"] + int(stored_bytes(config, rows))
+
+    # The program, and advice if it does not fit.
     lowered = training.step.lower(state, batch)
     receipt = _receipt(topology, accelerator, mesh, lowered, flops, tokens, known)
     if receipt.fits:
@@ -383,6 +387,7 @@ def plan_decoding(
     Raises:
         UsageError: the topology or mesh is not possible.
     """
+    # The mesh.
     accelerator, devices = topology_devices(topology)
     split = make_mesh(mesh, devices)
     check_divides(split, config)
@@ -406,6 +411,7 @@ def plan_decoding(
         lambda leaf, sharding: leaf.update(sharding=sharding), rows, shardings
     )
 
+    # The step, which replaces its input cache.
     window = config.sliding_window or None
     attention = choose_cache_attention(1, cache.keys[0], devices[0].platform, window)
 
@@ -418,6 +424,8 @@ def plan_decoding(
 
     compiled = jax.jit(step, donate_argnums=2, out_shardings=(None, shardings[1]))
     lowered = compiled.lower(params, tokens, cache)
+
+    # The parts of the receipt that formulas give.
     flops = training_flops_per_token(config, length) / 3 * batch_size / len(devices)
     arguments_bytes = device_bytes((params, tokens, cache))
     # Keys outside of a window are not read, and only a few rows of a separate embedding.
@@ -464,6 +472,7 @@ def _receipt(
         tokens: of all devices in a step.
         known: fields of the receipt that are known by formula.
     """
+    # 1) Compile the step, and read how much memory it takes.
     start_s = time.perf_counter()
     text = ""
     temporaries_bytes = known.pop("temporaries_bytes", 0)
@@ -475,6 +484,8 @@ def _receipt(
     except jax.errors.JaxRuntimeError as error:
         # The compiler for TPUs refuses what does not fit.
         temporaries_bytes = _refused_bytes(topology, error, known["arguments_bytes"])
+
+    # 2) Read traffic, launches and collectives from the program's text, and compute times.
     parsed = program.parse(text)
     collectives = program.collectives(parsed, accelerator.node)
     traffic_bytes = program.traffic_bytes(parsed)
@@ -499,6 +510,8 @@ def _receipt(
         compile_s=time.perf_counter() - start_s,
         **known,
     )
+
+    # 3) If the step does not fit, add its largest arrays.
     if receipt.fits:
         return receipt
     if not text:

@@ -365,6 +365,7 @@ def _write_hugging_face(path: Path, config: LlamaConfig, params: Params, version
 
 def _hugging_face_config(config: LlamaConfig, version: int) -> dict[str, Any]:
     """Return the fields of ``config.json``."""
+    # The scaling of RoPE.
     scaling: Any = config.rope_scaling
     rope: dict[str, Any] = {"rope_type": "default"}
     if scaling:
@@ -377,6 +378,8 @@ def _hugging_face_config(config: LlamaConfig, version: int) -> dict[str, Any]:
         rope["original_max_position_embeddings"] = scaling.original_max_seq_len
         if not _is_papers_yarn(scaling):
             rope |= {name: getattr(scaling, name) for name in names[scaling.type]}
+
+    # All other fields.
     fields = {name: getattr(config, field) for field, (name, _) in _FIELDS.items()}
     family = _family(config)
     fields |= {
@@ -386,6 +389,8 @@ def _hugging_face_config(config: LlamaConfig, version: int) -> dict[str, Any]:
         "tie_word_embeddings": config.tie_embeddings,
         **_hugging_face_options(config, family),
     }
+
+    # RoPE as each version of transformers names it.
     theta = {"rope_theta": config.rope_theta}
     if version == 4:
         rope_scaling = rope if scaling else None

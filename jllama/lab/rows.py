@@ -127,6 +127,7 @@ def predict(
     width = _rounded_up(max(one.ids.shape[1] for one in observed), 8)
     predicted: list[Any] = [None] * len(rows)
     for packed in pack(rows):
+        # 1) Collect the tokens to score, padded to one width.
         parts = [observed[index] for index in packed.order]
         ids = np.concatenate(
             [np.pad(one.ids, ((0, 0), (0, width - one.ids.shape[1]))) for one in parts]
@@ -137,6 +138,8 @@ def predict(
         ids = np.pad(ids, (padding, (0, 0)))
         where = (np.pad(packed.batch_index, padding), np.pad(packed.seq_index, padding))
         inputs = (packed.tokens, packed.segments, packed.positions)
+
+        # 2) Compute their log-probabilities, and that of the likeliest token.
         if with_oracle and packed.tokens.size <= MAX_ORACLE_TOKENS:
             tokens, segments, positions = inputs
             logits = oracle.forward(params, tokens, config, positions, segments)[where]
@@ -146,6 +149,8 @@ def predict(
         else:
             with jax.default_matmul_precision("highest"):
                 best, log_probs = _log_probs(model, config, params, inputs, where, ids)
+
+        # 3) Split the results by row, without the padding.
         ends = np.cumsum([len(one.ids) for one in parts])
         values = np.split(np.asarray(log_probs, np.float64), ends)[:-1]
         bests = np.split(np.asarray(best, np.float64), ends)[:-1]

@@ -98,6 +98,7 @@ def connect(server: Server, ids: Sequence[int]) -> Server:
     Raises:
         JllamaError: it lists no model, or no method works; the message has its last reason.
     """
+    # 1) Find the model's name.
     served_name = server.served_name
     if not served_name:
         models = request_json(f"{server.url}/v1/models", None, server.api_key, server.timeout_s)
@@ -108,6 +109,8 @@ def connect(server: Server, ids: Sequence[int]) -> Server:
                 f"{server.url}/v1/models lists no models: give the address of a server with "
                 "OpenAI's API, without /v1, or the model's name with served_name"
             ) from None
+
+    # 2) Map the names that a server may give to tokens to their ids.
     names: dict[str, int | None] = {}
     for id, piece in enumerate(server.tokenizer.pieces):
         names[f"token_id:{id}"] = id  # vLLM's form
@@ -119,6 +122,7 @@ def connect(server: Server, ids: Sequence[int]) -> Server:
     names |= server.tokenizer.special_tokens
     server = dataclasses.replace(server, served_name=served_name, names=names)
 
+    # 3) Choose the first method that works.
     reason: object = ""
     remarks: list[str] = []
     row = Row("probe", tuple(ids), (len(ids) - 1,), len(ids))

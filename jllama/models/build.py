@@ -13,8 +13,9 @@ from jllama.core import UsageError
 from jllama.core.config import LlamaConfig
 from jllama.core.model import Functions, Llama, build_llama, write_slots
 from jllama.core.parameters import Params
+from jllama.kernels.loss import likelihood
 from jllama.models.decode_params import DecodeParams
-from jllama.models.remat import rematerialize
+from jllama.models.remat import REMAT, rematerialize
 from jllama.parallel.shards import map_shards, sharded_attention
 from jllama.system.devices import loss_chunk_tokens
 from jllama.system.errors import unknown_name
@@ -83,6 +84,8 @@ def functions_of(
     computes attention by the name of an implementation; the others are as in ``build_model``.
     """
     check_attention(attention)
+    if remat not in REMAT:
+        raise unknown_name("remat", remat, REMAT)
 
     def whole(query: Array, key: Array, value: Array, mask: F.Mask) -> Array:
         return _on_mesh(kernel, mesh, query, key, value, mask, attention)
@@ -110,8 +113,8 @@ def functions_of(
         embedding=F.embedding,
         project=F.project,
         loss=functools.partial(F.linear_cross_entropy, chunk_tokens=chunk_tokens),
-        token_log_probs=functools.partial(F.token_log_probs, chunk_tokens=chunk_tokens),
         score=functools.partial(F.score_tokens, chunk_tokens=chunk_tokens),
+        likelihood=likelihood,
         remat=functools.partial(rematerialize, remat),
     )
 

@@ -57,6 +57,9 @@ def activations(
         x, parts = _run(layer, x, inputs[index])
         values |= {f"{name}/{part}": value for part, value in parts.items()} | {name: x}
     values["final_norm"] = F.rms_norm(x, llama.final_norm[...], config.norm_eps)
+    missing = [name for name in names if name not in values]
+    if missing:
+        raise UsageError(f"the block {config.block} does not say its {missing[0]}: see Layer")
     return {name: values[name] for name in names}
 
 

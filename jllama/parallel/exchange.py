@@ -20,7 +20,7 @@ from jaxtyping import Array, Int
 from jllama.core import UsageError
 from jllama.core.config import LlamaConfig
 from jllama.core.parameters import Params, map_by_path, parameter_table, shape_of
-from jllama.core.step import OneDevice, Targets, evaluate, gradients
+from jllama.core.step import Exchanges, Outputs, Targets
 from jllama.kernels.linear import AdaptedMatrix
 from jllama.parallel.sharding import gather_groups, gather_weight, row_spec
 from jllama.parallel.shards import BATCH
@@ -30,7 +30,7 @@ BY_HAND = ("data", "fsdp", "sequence")
 
 
 @dataclasses.dataclass(frozen=True)
-class Parallelism(OneDevice):
+class Parallelism(Exchanges):
     """The exchanges of a step; arrays are gathered and summed on each device, inside the step.
 
     Args:
@@ -56,12 +56,8 @@ class Parallelism(OneDevice):
         """Whether weights are gathered."""
         return bool(gather_groups(self.mesh))
 
-    def map(self, local: Any, function: Any, *arguments: Any) -> Any:
-        """Call ``local(params, base, targets)`` on each device with its parts.
-
-        The results of ``gradients`` and ``evaluate`` are sums over all devices, those of others
-        belong to rows.
-        """
+    def map(self, function: Any, outputs: Outputs, *arguments: Any) -> Any:
+        """Call ``function(params, base, targets)`` on each device with its parts."""
         targets: Targets = arguments[-1]
         has_answers = targets.reference is not None or targets.sampled is not None
         if has_answers and self.mesh.shape["sequence"] > 1:
@@ -69,16 +65,16 @@ class Parallelism(OneDevice):
                 "mesh.sequence is over 1, and answers cannot be split along it: leave it out"
             )
         params_specs, base_specs, gradient_specs = self.specs
-        outputs: Any = BATCH
-        if function is evaluate:
-            outputs = PartitionSpec()
-        elif function is gradients:
-            outputs = PartitionSpec(), gradient_specs
+        specs = {
+            "sums": PartitionSpec(),
+            "gradients": (PartitionSpec(), gradient_specs),
+            "rows": BATCH,
+        }
         mapped = jax.shard_map(
-            local,
+            function,
             mesh=self.mesh,
             in_specs=(params_specs, base_specs, jax.tree.map(self.batch_spec, targets)),
-            out_specs=outputs,
+            out_specs=specs[outputs],
             axis_names={*BY_HAND},
             check_vma=False,
         )
@@ -112,10 +108,11 @@ class Parallelism(OneDevice):
         length = inputs.shape[1]
         return (jax.lax.axis_index("sequence") * length + jnp.arange(length))[None]
 
-    def gather(self, path: str, part: Any, slot: Any) -> Any:
+    def gather(self, path: str, part: Any, receiver: Any) -> Any:
         """Return a whole parameter, or one layer's share of it, in ``dtype``.
 
-        Its gradient becomes that of ``slot``, zeros of the shape of ``part``, unless that is None.
+        Its gradient becomes that of ``receiver``, zeros of the shape of ``part``, unless it is
+        None.
         """
         if isinstance(part, AdaptedMatrix):
             arrays = {
@@ -131,7 +128,7 @@ class Parallelism(OneDevice):
             )
         spec = self.spec(path)[-part.ndim :]
         axis = spec.index("fsdp") if "fsdp" in spec else None
-        return gather_weight(part, slot, axis, self.dtype, gather_groups(self.mesh))
+        return gather_weight(part, receiver, axis, self.dtype, gather_groups(self.mesh))
 
     def sum_gradients(self, gradients: Params) -> Params:
         """Sum over all devices in ``reduce_dtype``, except along ``fsdp``.

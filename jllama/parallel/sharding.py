@@ -180,16 +180,16 @@ def state_sharding(mesh: AnyMesh, config: LlamaConfig, state: Any, rules: Any = 
 
 
 def gather_weight(
-    part: Array, zeros: Any, axis: int | None, dtype: Any, stages: Sequence[Any]
+    part: Array, receiver: Any, axis: int | None, dtype: Any, stages: Sequence[Any]
 ) -> Array:
     """Return the whole weight from its parts on the devices of ``fsdp``.
 
     Its gradient is summed over those devices, and each device keeps its part as the gradient of
-    ``zeros``: that of ``part`` would have to have the dtype of ``part``.
+    ``receiver``: that of ``part`` would have to have the dtype of ``part``.
 
     Args:
         part: this device's part of the weight.
-        zeros: an array of the part's shape, in the dtype in which gradients are summed.
+        receiver: zeros of the part's shape, in the dtype in which gradients are summed.
         axis: the axis that is split; None: the weight is whole already.
         dtype: the dtype of the result.
         stages: as ``gather_groups`` returns them.
@@ -197,7 +197,7 @@ def gather_weight(
     stages = stages if axis is not None else ()
 
     @jax.custom_vjp
-    def whole(part: Array, zeros: Any) -> Array:
+    def whole(part: Array, receiver: Any) -> Array:
         part = part.astype(dtype)
         for groups in stages:
             part = jax.lax.all_gather(
@@ -206,15 +206,15 @@ def gather_weight(
         return part
 
     whole.defvjp(
-        lambda part, zeros: (whole(part, zeros), None),
-        lambda _, gradient: (None, _scatter(gradient, zeros, axis, stages)),
+        lambda part, receiver: (whole(part, receiver), None),
+        lambda _, gradient: (None, _scatter(gradient, receiver, axis, stages)),
     )
-    return whole(part, zeros)
+    return whole(part, receiver)
 
 
-def _scatter(gradient: Array, zeros: Any, axis: int | None, stages: Sequence[Any]) -> Array:
-    """Return this device's part of the gradients' sum over ``fsdp``, in the dtype of ``zeros``."""
-    gradient = gradient.astype(zeros.dtype)
+def _scatter(gradient: Array, receiver: Any, axis: int | None, stages: Sequence[Any]) -> Array:
+    """Return this device's part of the gradients' sum over ``fsdp``, in ``receiver``'s dtype."""
+    gradient = gradient.astype(receiver.dtype)
     if axis == 0 and stages:
         # XLA makes an all-reduce of [4096, 32, 128] or [4096, 128256] on TPUs.
         gradient = gradient.reshape(len(gradient), -1)
@@ -227,7 +227,7 @@ def _scatter(gradient: Array, zeros: Any, axis: int | None, stages: Sequence[Any
         )
     if axis != 0:
         return gradient
-    return gradient[:, : zeros.size // len(zeros)].reshape(zeros.shape)
+    return gradient[:, : receiver.size // len(receiver)].reshape(receiver.shape)
 
 
 def gather_groups(mesh: Mesh) -> list[list[list[int]] | None]:

@@ -33,10 +33,10 @@ from jllama.models.decode_params import DecodeParams, decode_layout
 from jllama.models.language_model import LanguageModel
 from jllama.rl import RewardError, Scorer, Scores
 from jllama.templates.messages import chat_format
-from jllama.training.compiling import Training, compute_dtype, put_on_devices
+from jllama.training.compiling import Training, put_on_devices
 from jllama.training.config import TrainConfig
 from jllama.training.metrics import Evaluation
-from jllama.training.sources import Samples, Source
+from jllama.training.sources import Samples, Source, share_of_padding
 
 MIN_WIDTH = 32  # tokens of the narrowest batch; others are powers of two
 _PREFIX_TOKENS = 8192  # of prompts, cached for others with the same beginning
@@ -127,7 +127,7 @@ def decoding_weights(
 ) -> DecodeParams:
     """Return the weights of a step, adapters merged, in the layout and dtype that decode."""
     weights = training.trainable.merge(params, base)
-    dtype = compute_dtype(config, training.mesh)
+    dtype = training.decisions.dtype
     weights = jax.tree.map(lambda leaf: leaf.astype(dtype), weights)
     return decode_layout(weights, config.model, joins=training.mesh.size == 1)
 
@@ -265,6 +265,8 @@ class Rollouts(Source):
     ) -> tuple[dict[str, Any], Sequence[str]]:
         """Return the means of rewards and others, and which answers had no reward."""
         record = rollout_record(self.records, elapsed_s)
+        if self.data.is_chat:
+            record["padding"] = share_of_padding(batches)
         warnings = [
             f"step {step}: some answers have no reward: {problem}"
             for step, problem in self.problems.items()

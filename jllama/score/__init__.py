@@ -1,1 +1,1 @@
-"""How well a model predicts: log-probabilities, perplexity, and lm-eval's tasks."""
+"""How well a model predicts: log-probabilities and perplexity."""

@@ -83,6 +83,7 @@ def token_log_probs(
         UsageError: a row exceeds the context, a count exceeds its row, or an id is outside the
             vocabulary.
     """
+    # 1) Check that the rows fit the model's context.
     arrays = [np.asarray(row, np.int32) for row in rows]
     if counts is None:
         counts = [max(len(row) - 1, 0) for row in arrays]
@@ -100,6 +101,7 @@ def token_log_probs(
                 f"{count} tokens of a row of {len(row)} are to be scored; there are {num_inputs}"
             )
 
+    # 2) Sort the rows by length, the longest first.
     scores = [TokenScores(np.zeros(0, np.float32), np.zeros(0, bool))] * len(arrays)
     num_done = 0
     widths = [min(power_of_two_at_least(len(row) - 1, 32), context) for row in arrays]
@@ -110,11 +112,14 @@ def token_log_probs(
         num_batches = math.ceil(len(indices) / batch_size)
         size = math.ceil(len(indices) / num_batches)
         for start in range(0, len(indices), size):
+            # 3) Score a batch, padded on the right.
             batch = indices[start : start + size]
             tokens = np.zeros((size, width + 1), np.int32)
             for row, index in zip(tokens, batch, strict=False):
                 row[: len(arrays[index])] = arrays[index]
             results = _score(model.params, config, as_token_ids(tokens, config))
+
+            # 4) Take the scores of the last tokens of its rows.
             for index, log_probs, is_likeliest in zip(
                 batch, *map(np.asarray, results), strict=False
             ):
@@ -218,6 +223,7 @@ def score_texts(
         JllamaError: the model has no tokenizer, nothing is to be scored, or a log-probability is
             not finite.
     """
+    # Check the options.
     tokenizer = model.text_tokenizer
     context = model.config.max_seq_len
     over_window = f"between 1 and the window of {window}, or tokens would be left out"
@@ -258,6 +264,7 @@ def score_texts(
     if not num_scored:
         raise JllamaError("the texts have no tokens to score: give some that are not empty")
 
+    # The sum over all scored tokens.
     scores = token_log_probs(model, rows, counts, batch_size=batch_size, on_progress=on_progress)
     nats = -math.fsum(
         row.log_probs[mask].sum(dtype=np.float64) for row, mask in zip(scores, masks, strict=True)

@@ -392,6 +392,7 @@ def make_job(engine: EngineThread, body: Chat | Continuation) -> Job:
     Raises:
         UsageError: it cannot be served.
     """
+    # 1) Read the prompts: a chat, or texts to continue.
     name, model = find_model(engine, body.model)
     if body.stream_options and not body.stream:
         raise UsageError("stream_options are for a stream: set stream to true, or leave them out")
@@ -404,12 +405,16 @@ def make_job(engine: EngineThread, body: Chat | Continuation) -> Job:
         drafts = _text_requests(name, body)
         kind = "text_completion"
         prefix = "cmpl"
+
+    # 2) Check that slots and queue can take all texts.
     num_texts = len(drafts) * body.n
     max_texts = engine.config.queue + engine.config.slots
     if num_texts > max_texts:
         raise UsageError(
             f"{num_texts} texts are asked for at once, and {max_texts} fit here: ask for fewer"
         )
+
+    # 3) Encode each prompt, and make a request for each text.
     sampling = SamplingParams(**body.model_dump(include={*_SAMPLING}, exclude_none=True))
     requests = []
     for draft in drafts:
@@ -427,6 +432,8 @@ def make_job(engine: EngineThread, body: Chat | Continuation) -> Job:
             )
             engine.check(request)
             requests.append(request)
+
+    # 4) Fill in the fields that every response begins with.
     head = {
         "id": f"{prefix}-{uuid.uuid4().hex}",
         "object": kind,

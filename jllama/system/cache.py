@@ -52,7 +52,7 @@ def _code() -> list[Any]:
 def source_hash() -> str:
     """Return the SHA-256 of jllama's source, names and contents."""
     digest = hashlib.sha256()
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
     return digest.hexdigest()

@@ -102,7 +102,7 @@ def loss_chunk_tokens(device: Any, vocab_size: int) -> int:
     if device.platform == "gpu" and accelerator:
         chunk_bytes = int(accelerator.memory_bytes) // 32
         max_tokens = 4096
-    return min(max_tokens, max(chunk_bytes // (4 * vocab_size), 1))
+    return min(max_tokens, max(chunk_bytes // (4 * max(vocab_size, 1)), 1))
 
 
 def keep_freed_memory() -> None:

@@ -112,6 +112,7 @@ def _answer_spans(
     empty if the answer is no part of its own.
     """
     for index in answers:
+        # 1) Put the mark in the place of the answer, to find the text around it.
         earlier = messages[:index]
         answer, *later = messages[index:]
         other = {"role": answer["role"], "content": mark}
@@ -123,6 +124,8 @@ def _answer_spans(
             if prompt and before.startswith(prompt):
                 before = prompt
         is_apart = match and text.startswith(before) and text[len(before) :].endswith(after)
+
+        # 2) If that fails for an answer with calls, compare with other calls.
         is_open = not is_apart and "tool_calls" in answer
         if is_open:
             # The template may refuse results without their call. So find the beginning without the
@@ -138,6 +141,8 @@ def _answer_spans(
             changed = attempt(messages=[*earlier, answer | {"tool_calls": calls}, *later])
             after = _common_start(changed[::-1], text[::-1])[::-1]
             is_apart = match and mark in changed and text.startswith(before)
+
+        # 3) Begin the span after the prompt, unless the template writes text between them.
         start = before
         written = ""
         if before.startswith(prompt):

@@ -286,6 +286,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
         A space after a user-defined piece is the exception; there it does as llama.cpp.
         """
+        # The merges, and how text is split before them and joined after them.
         tokens, kinds, bos_id, eos_id, add_bos, scores, unknown_id, prefix, merges, pre, _ = (
             vocabulary
         )
@@ -321,6 +322,8 @@ class HuggingFaceTokenizer(Tokenizer):
                 )
             if kind not in (TokenType.CONTROL, TokenType.USER_DEFINED):
                 vocab_size = id + 1
+
+        # The file.
         content = {
             "version": "1.0",
             "truncation": None,
@@ -369,6 +372,7 @@ def load_huggingface_tokenizer(path: Path) -> HuggingFaceTokenizer:
     Raises:
         JllamaError: a file is damaged, or none says which token is EOS.
     """
+    # 1) Read the file, and add tokens that only the files beside it have.
     with errors_as(
         f"{path} is not a tokenizer.json",
         ValueError,
@@ -387,6 +391,8 @@ def load_huggingface_tokenizer(path: Path) -> HuggingFaceTokenizer:
             content["added_tokens"] += [_added_entry(*item) for item in missing.items()]
             ids_by_text |= {token.text: id for id, token in missing.items()}
             text = json.dumps(content, ensure_ascii=False)
+
+    # 2) Find BOS and EOS, and whether BOS is added.
     files = [path.with_name(name) for name in _CONFIG_NAMES]
     contents = [read_json_object(file) if has_file(file) else {} for file in files]
     eos_id = _special_id("eos", ids_by_text, files, contents)
@@ -401,6 +407,8 @@ def load_huggingface_tokenizer(path: Path) -> HuggingFaceTokenizer:
         raise JllamaError(f"{files[0]} has add_bos_token {add_bos!r}; it must be true or false")
     if bos_id is None:
         bos_id = eos_id  # GPT-2's kind has one token for both
+
+    # 3) Build the tokenizer, and check the added tokens.
     tokenizer = HuggingFaceTokenizer(text, bos_id, eos_id, add_bos, str(path))
     check_added_tokens(tokenizer.texts, missing, path)
     return tokenizer

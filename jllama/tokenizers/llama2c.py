@@ -16,6 +16,7 @@ from jllama.tokenizers.sentencepiece import SentencePieceTokenizer
 
 def load_llama2c_tokenizer(path: Path) -> SentencePieceTokenizer:
     """Read a ``tokenizer.bin``; raise ``JllamaError`` if it is cut short or something else."""
+    # The tokens: a score, a number of bytes, and the bytes.
     data = path.read_bytes()
     longest = int.from_bytes(data[:4], "little", signed=True)
     offset = 4
@@ -40,6 +41,8 @@ def load_llama2c_tokenizer(path: Path) -> SentencePieceTokenizer:
         tokens.append(data[offset : offset + length])
         scores.append(score)
         offset += length
+
+    # The pieces, in SentencePiece's spelling.
     problem = f"{path} has tokens that are not UTF-8, so it is not a tokenizer.bin"
     with errors_as(problem, UnicodeDecodeError):
         texts = [token.decode() for token in tokens]

@@ -45,6 +45,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     Raises:
         JllamaError: there is no tokenizer, or it cannot be used.
     """
+    # 1) Find the files.
     path = Path(path)
     paths = [path / name for name in FILE_NAMES] if path.is_dir() else [path]
     files = [file for file in paths if has_file(file)]
@@ -56,6 +57,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise JllamaError(
             f"there is no tokenizer at {path}: give its file or the folder that holds it"
         )
+
+    # 2) Read the first one, or the SentencePiece model that a tokenizer.json was made from.
     tokenizer = _read(files[0])
     is_json = isinstance(tokenizer, HuggingFaceTokenizer)
     if is_json and path / "tokenizer.model" in files[1:]:
@@ -66,6 +69,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         is_its_source = isinstance(model, SentencePieceTokenizer)
         if is_its_source and _tokens_of(model) == _tokens_of(tokenizer):
             return model
+
+    # 3) Add the tokens that only other files of the folder have.
     if isinstance(tokenizer, SentencePieceTokenizer):
         folder = files[0].parent
         added = read_added_tokens(folder)

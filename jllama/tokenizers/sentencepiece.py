@@ -63,6 +63,7 @@ class SentencePieceTokenizer(Tokenizer):
     is_byte_level = False
 
     def __init__(self, model: bytes, source: str = "the tokenizer") -> None:
+        # 1) Load the model, and check that it has BOS and EOS.
         library = sentencepiece.SentencePieceProcessor()
         self._processor = library
         try:
@@ -82,6 +83,8 @@ class SentencePieceTokenizer(Tokenizer):
                 f"{source} has no BOS or no EOS token, and a Llama needs both: "
                 "give a Llama's tokenizer"
             )
+
+        # 2) Collect the bytes of all tokens, and the special tokens.
         self._byte_ids = library.piece_to_id(list(BYTE_PIECES))
         self.special_tokens = {}
         self.pieces = []
@@ -91,6 +94,8 @@ class SentencePieceTokenizer(Tokenizer):
                 self.special_tokens[text] = id
             self.pieces.append(special_bytes(text) if is_special else piece_bytes(text))
         self._shown_ids = [id for text, id in self.special_tokens.items() if text in SHOWN]
+
+        # 3) See whether a text may be cut before newlines and still give the same ids.
         newline = library.encode("\n")
         self._cut_at_newlines = (
             not any("\n" in text for text in self.texts)
@@ -246,11 +251,14 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> SentencePi
         >>> tokenizer.decode(tokenizer.encode("the cat"))
         'the cat'
     """
+    # The lines to learn from.
     lines = _sample_lines(documents)
     if not lines:
         raise JllamaError(
             "there is no text to train a tokenizer on: give documents that are not empty"
         )
+
+    # Training with Llama 2's settings. Errors of the library are explained.
     model = io.BytesIO()
     try:
         train = sentencepiece.SentencePieceTrainer.train  # pyright: ignore[reportAttributeAccessIssue]

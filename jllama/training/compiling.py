@@ -120,7 +120,7 @@ def decide(config: TrainConfig, mesh: Mesh | None = None) -> Decisions:
     if options.objective not in OBJECTIVES:
         raise unknown_name("objective", options.objective, OBJECTIVES)
     dtype = compute_dtype(config, mesh)
-    attention = attention_of(config, mesh)
+    attention = attention_of(config, mesh, dtype)
     trainable = trainable_of(config, dtype, mesh.shape)
 
     # The step.
@@ -142,7 +142,8 @@ def decide(config: TrainConfig, mesh: Mesh | None = None) -> Decisions:
         options.ema,
         options.spike_factor,
     )
-    return Decisions(mesh, dtype, attention, setup, is_deterministic(config, mesh))
+    repeats_bits = is_deterministic(config, mesh, attention)
+    return Decisions(mesh, dtype, attention, setup, repeats_bits)
 
 
 def compute_dtype(config: TrainConfig, mesh: Mesh) -> np.dtype[Any]:
@@ -153,13 +154,12 @@ def compute_dtype(config: TrainConfig, mesh: Mesh) -> np.dtype[Any]:
     return jnp.dtype(name)
 
 
-def attention_of(config: TrainConfig, mesh: Mesh) -> str:
+def attention_of(config: TrainConfig, mesh: Mesh, dtype: np.dtype[Any]) -> str:
     """Return the name of the attention implementation, with ``auto`` resolved for a mesh.
 
     Raises ``UsageError`` if the platform has no such implementation, or it has no backward pass.
     """
     platform = mesh.devices.flat[0].platform
-    dtype = compute_dtype(config, mesh)
     check_attention(config.training.attention, platform, backward=True)
     if config.training.attention != "auto":
         return config.training.attention
@@ -172,12 +172,12 @@ def attention_of(config: TrainConfig, mesh: Mesh) -> str:
     return chosen
 
 
-def is_deterministic(config: TrainConfig, mesh: Mesh) -> bool:
+def is_deterministic(config: TrainConfig, mesh: Mesh, attention: str) -> bool:
     """Return whether a GPU must repeat its bits; ``UsageError`` if its attention cannot."""
     setting = config.training.deterministic
     if mesh.devices.flat[0].platform != "gpu":
         return False
-    if attention_of(config, mesh) != "cudnn":
+    if attention != "cudnn":
         return setting is not False
     if setting is True:  # cudnn's backward pass adds in any order
         raise UsageError(
@@ -274,9 +274,9 @@ def compile_training(
         compiler_options=xla_options,
     )
 
-    def compile_scoring(function: Any) -> Any:
+    def compile_scoring(function: Any, outputs: core.Outputs) -> Any:
         scoring = jax.jit(
-            functools.partial(map_over_devices, without_z_loss(setup), function),
+            functools.partial(map_over_devices, without_z_loss(setup), function, outputs),
             in_shardings=(shardings.params, batch_sharding, shardings.base),
             compiler_options=xla_options,
         )
@@ -285,9 +285,9 @@ def compile_training(
     return Training(
         init=init,
         step=CheckedStep(step, config.model),
-        evaluate=compile_scoring(core.evaluate),
-        log_probs=compile_scoring(local_log_probs),
-        drawn_log_probs=compile_scoring(local_drawn_log_probs),
+        evaluate=compile_scoring(core.evaluate, "sums"),
+        log_probs=compile_scoring(local_log_probs, "rows"),
+        drawn_log_probs=compile_scoring(local_drawn_log_probs, "rows"),
         decisions=decisions,
         shardings=shardings,
         batch_sharding=batch_sharding,

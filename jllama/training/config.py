@@ -169,7 +169,7 @@ class LoopConfig:
             optimizer state. If empty, everything is trained.
         ema: if positive, the decay of a running mean of what is trained. The mean is evaluated,
             sampled and saved as the model. In the first steps the decay is lower, see
-            ``step.apply_update``.
+            ``core.step.update``.
         spike_factor: a step is skipped if its gradient norm is over this many times the norm's
             running mean; 0 never skips.
         z_loss: weight of the squared log-normalizer in the loss.
@@ -178,7 +178,7 @@ class LoopConfig:
         grpo: how to learn from rewards.
         dtype: of activations, and of weights in matrix products; ``auto`` is bfloat16 on GPU and
             TPU, float32 on CPU.
-        attention: ``reference``, ``blocked``, ``xla`` or another name in ``functional.ATTENTION``;
+        attention: ``reference``, ``blocked`` or another name in ``functional.ATTENTION``;
             ``auto`` chooses, and the run says what.
         deterministic: whether two equal runs on GPUs have the same bits; ``auto`` where the
             attention allows it. On CPUs and TPUs they always have.

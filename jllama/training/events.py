@@ -1,4 +1,4 @@
-"""What callbacks get of a run."""
+"""What callbacks get of a run, and how often its page is drawn."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple

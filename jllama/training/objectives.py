@@ -151,10 +151,10 @@ def row_log_probs(forward: Forward, batch: Targets) -> Float[Array, "rows"]:
 
 def automatic(forward: Forward, batch: Targets, options: LoopConfig) -> Sums:
     """Choose by the batch: ``preference`` for pairs, ``grpo`` for the model's own answers."""
-    objective = next_token if batch.reference is None else preference
+    name = "next_token" if batch.reference is None else "preference"
     if batch.sampled is not None:
-        objective = grpo
-    return objective(forward, batch, options)
+        name = "grpo"
+    return OBJECTIVES[name](forward, batch, options)
 
 
 OBJECTIVES: dict[str, Objective] = {

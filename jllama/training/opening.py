@@ -74,7 +74,8 @@ from jllama.training.tracker import Tracker
 
 REFERENCE = "reference.npz"
 REWARDED_SOURCE = "jllama.rl.rollouts"
-"""The module with the source of training from rewards, which stands on this room."""
+"""The module with the source of training from rewards. It imports this room, so that this room
+finds it by its name."""
 
 
 class Beginning(NamedTuple):

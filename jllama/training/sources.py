@@ -1,4 +1,7 @@
-"""Where a run's batches come from: what the loop asks of data, whatever they are."""
+"""Where a run's batches come from: what the loop asks of data, whatever they are.
+
+A ``DataSource`` reads texts, chats and pairs, and the ``BatchSource`` that users give.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -104,11 +107,7 @@ class DataSource(Source):
         self, batches: Sequence[Batch], elapsed_s: float
     ) -> tuple[dict[str, Any], Sequence[str]]:
         """Return the share of padding in chats."""
-        if not self.data.is_chat:
-            return {}, ()
-        # Only the rows of this process are filled.
-        segments = [batch.segments[batch.segments.any(axis=1)].ravel() for batch in batches]
-        return {"padding": float(np.mean(np.concatenate(segments) == 0))}, ()
+        return ({"padding": share_of_padding(batches)} if self.data.is_chat else {}), ()
 
     def get_state(self) -> Any:
         """Return the position in the data."""
@@ -117,6 +116,12 @@ class DataSource(Source):
     def set_state(self, state: Any) -> None:
         """Go on from a position."""
         self.batches.set_state(state)
+
+
+def share_of_padding(batches: Sequence[Batch]) -> float:
+    """Return the share of tokens that are padding; only the rows of this process are filled."""
+    segments = [batch.segments[batch.segments.any(axis=1)].ravel() for batch in batches]
+    return float(np.mean(np.concatenate(segments) == 0))
 
 
 def evaluate(

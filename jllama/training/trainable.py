@@ -15,13 +15,13 @@ from jaxtyping import Array, Key
 from jllama.core import UsageError
 from jllama.core.config import LlamaConfig
 from jllama.core.parameters import Params, parameter_table
-from jllama.core.step import AllWeights
+from jllama.core.step import Trainable
 from jllama.models.config import LoraConfig
 from jllama.models.lora import adapt, convert_weight, freeze, import_qwix, initial_adapter, merge
 from jllama.training.config import TrainConfig
 
 
-class FullWeights(AllWeights):
+class FullWeights(Trainable):
     """All weights, with what reading, splitting and merging them needs."""
 
     # How much of each parameter is trained, see ``training_flops_per_token``; None is all.

@@ -1,4 +1,4 @@
-"""``jllama cache``: what is made again can be seen and removed, and nothing else is."""
+"""``jllama doctor cache``: what is made again can be seen and removed, and nothing else is."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
-"""``jllama check`` on a folder of submissions: right, wrong, endless and crashing ones, each as if
-it were alone.
+"""``jllama verify check`` on a folder of submissions: right, wrong, endless and crashing ones, each
+as if it were alone.
 """
 
 import json

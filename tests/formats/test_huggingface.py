@@ -25,7 +25,6 @@ from hypothesis import strategies as st
 
 from jllama.core import JllamaError
 from jllama.core.config import LlamaConfig
-from jllama.core.parameters import tensor_specs
 from jllama.formats import huggingface
 from jllama.formats.huggingface import (
     config_from_huggingface,
@@ -36,6 +35,7 @@ from jllama.formats.huggingface import (
     write,
 )
 from jllama.formats.registry import convert, load
+from jllama.formats.specs import tensor_specs
 from jllama.formats.tensors import load_params, size_bytes
 from jllama.lab.checks import random_params, relative_error
 from jllama.models import oracle

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 from jllama.core import JllamaError, UsageError
 from jllama.core.config import LlamaConfig
-from jllama.core.parameters import tensor_specs
 from jllama.formats import meta
 from jllama.formats import tensors as tensors_module
 from jllama.formats.meta import read, recognizes, write
+from jllama.formats.specs import tensor_specs
 from jllama.formats.tensors import Checkpoint, load_params
 from jllama.lab.checks import random_params, relative_error
 from jllama.models import oracle

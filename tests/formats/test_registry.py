@@ -27,9 +27,9 @@ from models import FILE, weights
 
 from jllama.core import JllamaError, UsageError
 from jllama.core.config import LlamaConfig
-from jllama.core.parameters import tensor_specs
 from jllama.formats import huggingface, registry
 from jllama.formats.registry import convert, load, load_tokenizer, open_checkpoint, save
+from jllama.formats.specs import tensor_specs
 from jllama.formats.tensors import TensorsOfParams
 from jllama.lab.checks import random_params, relative_error
 from jllama.models import oracle

@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jllama.core.config import LlamaConfig
-from jllama.core.parameters import count_parameters, parameter_table, tensor_specs
+from jllama.core.parameters import count_parameters, parameter_table
 from jllama.formats import tensors
+from jllama.formats.specs import tensor_specs
 from jllama.formats.tensors import (
     LazyTensor,
     blocks,

@@ -243,7 +243,7 @@ HOSTILE = {
     "an extension": (b"\x80\x02\x82\x01.", "pickle operation EXT1"),
     "a persistent id in text": (b"Pos.system\n.", "pickle operation PERSID"),
     "an unpickler's module": (
-        b"\x80\x02cjllama.checkpoints.torch_file\nread_torch_file\n.",
+        b"\x80\x02cjllama.formats.torch_file\nread_torch_file\n.",
         "read_torch_file",
     ),
     "a name put together": (

@@ -12,9 +12,10 @@ import pytest
 
 from jllama.core import JllamaError, UsageError
 from jllama.core.config import LlamaConfig
-from jllama.core.parameters import count_parameters, tensor_specs
+from jllama.core.parameters import count_parameters
 from jllama.formats import tensors
 from jllama.formats.registry import convert, load, save
+from jllama.formats.specs import tensor_specs
 from jllama.formats.tensors import Checkpoint, LazyTensor, TensorsOfParams
 from jllama.lab import layerwise
 from jllama.lab.checkpoint import (

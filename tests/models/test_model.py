@@ -1,6 +1,6 @@
 """The JAX model against the float64 oracle, and proof that these tests see mistakes.
 
-Ways of running it that must agree are compared in tests/verify/test_equalities.py.
+Ways of running it that must agree are compared in tests/lab/test_equalities.py.
 """
 
 import dataclasses
@@ -22,10 +22,11 @@ from models import params as weights
 
 import jllama.models.build
 from jllama import functional as F
-from jllama.core import UsageError
-from jllama.core.config import LlamaConfig
-from jllama.core.model import KVCache, abstract_params, as_token_ids, rope_frequencies
-from jllama.core.parameters import as_matrix, parameter_table
+from jllama.core import UsageError, ops
+from jllama.core.config import BLOCKS, LlamaConfig
+from jllama.core.model import KVCache, Layer, abstract_params, as_token_ids, rope_frequencies
+from jllama.core.parameters import PARAMETERS, Parameter, parameter_table
+from jllama.formats.specs import as_matrix
 from jllama.lab import equalities
 from jllama.lab.checks import random_params, relative_error, worst_error
 from jllama.lab.conformance import compiled_jllama, implementation_of
@@ -34,6 +35,8 @@ from jllama.models.build import build_model
 from jllama.models.decode_params import decode_layout
 from jllama.models.language_model import LanguageModel
 from jllama.models.rope_scaling import DynamicScaling, Llama3Scaling, YarnScaling
+from jllama.training.compiling import compile_training
+from jllama.training.config import TrainConfig
 
 TOLERANCE = 1e-5
 VISIBLE = 100 * TOLERANCE
@@ -538,3 +541,47 @@ def test_each_option_is_what_it_says():
     np.testing.assert_allclose(
         oracle.forward(layer, shuffled, one)[:, -1], oracle.forward(layer, tokens, one)[:, -1]
     )
+
+
+def test_a_scale_of_another_shape_is_refused_and_not_broadcast():
+    params = weights(models.SMALL)
+    with pytest.raises(UsageError, match=r"final_norm is \[1\]; it must be \["):
+        build_model(models.SMALL, params | {"final_norm": jnp.ones(1)})
+    layers = params["layers"] | {"mlp_norm": jnp.ones((models.SMALL.num_layers, 1))}
+    with pytest.raises(UsageError, match="layers/mlp_norm is"):
+        build_model(models.SMALL, params | {"layers": layers})
+
+
+def test_what_is_saved_for_gradients_has_a_name():
+    with pytest.raises(UsageError, match="there is no remat blokc; did you mean block"):
+        build_model(models.SMALL, weights(models.SMALL), remat="blokc")
+
+
+def test_no_vocabulary_is_one_sentence():
+    with pytest.raises(UsageError, match="vocab_size is 0"):
+        compile_training(TrainConfig(LlamaConfig()))
+
+
+def test_a_block_may_have_a_matrix_that_decoding_joins_with_none(monkeypatch):
+    """Beside those that it joins, in the layout for decoding too."""
+
+    class MixedLayer(Layer):
+        def feed_forward(self, x):
+            gate, up = self.products(x, "w_gate", "w_up")
+            (mixed,) = self.products(x, "w_mixed")
+            return (ops.silu_gate(gate + mixed, up) @ self.w_down[...]).reshape(x.shape)
+
+    row = Parameter(
+        ("layers", "embed", "mlp"), ("embed",), when=lambda config: config.block == "mixed"
+    )
+    monkeypatch.setitem(PARAMETERS, "layers/w_mixed", row)
+    monkeypatch.setitem(BLOCKS, "mixed", MixedLayer)
+    config = dataclasses.replace(models.SMALL, block="mixed")
+    params = random_params(config, 0)
+    tokens = jnp.asarray(TOKENS[:2, :SHORT] % config.vocab_size)
+    whole = build_model(config, params).hidden(tokens)
+    layout = decode_layout(params, config)
+    cache = KVCache.zeros(config, 2, SHORT)
+    counts = jnp.full(2, SHORT)
+    decoded, _ = build_model(config, layout).decode(tokens, cache, counts, cache_is_empty=True)
+    assert relative_error(decoded, whole) < 1e-5

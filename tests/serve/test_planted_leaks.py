@@ -75,7 +75,8 @@ def stale_prompts(monkeypatch):
     begin = Engine._begin
 
     def leaking(self, row):
-        self._staged = engine_module._owner(row.request), [*row.request.prompt.ids[:-1]]
+        owner = engine_module._owner(row.request)
+        self._staged = engine_module.Staged(owner, [*row.request.prompt.ids[:-1]])
         begin(self, row)
 
     monkeypatch.setattr(Engine, "_begin", leaking)

@@ -4,6 +4,7 @@ import concurrent.futures
 import os
 import stat
 import types
+from pathlib import Path
 
 import jax
 import models
@@ -260,3 +261,13 @@ def test_jax_has_the_folder_only_if_all_in_it_is_ours(is_foreign, folder, file, 
         for name, value in before.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()
+
+
+def test_the_hash_of_the_source_is_of_all_rooms(monkeypatch):
+    """Otherwise programs and weights of another version would be taken from the cache."""
+    read = []
+    read_bytes = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: (read.append(path), read_bytes(path))[1])
+    cache.source_hash.__wrapped__()
+    package = Path(jllama.__file__).parent
+    assert set(read) == {*package.rglob("*.py")}

@@ -20,7 +20,7 @@ from jllama.functional import ATTENTION, AttentionImplementation
 from jllama.lab.checks import relative_error
 from jllama.models import oracle
 from jllama.parallel.sharding import MeshConfig, make_mesh
-from jllama.training.compiling import attention_of, compile_training
+from jllama.training.compiling import compile_training, decide
 from jllama.training.config import LoopConfig, OptimizerConfig, TrainConfig
 from jllama.training.optimizer import OPTIMIZERS
 
@@ -152,7 +152,7 @@ def test_accumulation_in_64_bit_mode():
 
 
 def test_every_attention_gives_the_same_gradients():
-    whole, usual = gradients()[0], attention_of(TrainConfig(CONFIG), MESH)
+    whole, usual = gradients()[0], decide(TrainConfig(CONFIG), MESH).attention
     others = [name for name, one in ATTENTION.items() if one.backward and not one.platform]
     others.remove(usual)
     for name in others:

@@ -83,7 +83,7 @@ def test_a_selection_is_the_same_in_parts_and_recomputed():
 
 
 def test_the_running_mean_is_numpys():
-    """With the decay of each step as ``step.apply_update`` says, of all that is trained, and of
+    """With the decay of each step as ``core.step.update`` says, of all that is trained, and of
     nothing else; it does not change what is trained.
     """
     training = compiled(ema=0.4, **SOME)
