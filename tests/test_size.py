@@ -22,7 +22,7 @@ EVERYTHING = [*PACKAGE.rglob("*.py")]
 MAX_TOKENS = {
     "core": (CORE, 15_000),
     "training/loop": ([PACKAGE / "training/loop.py"], 46_000),
-    "training/run": ([PACKAGE / "training/run.py"], 121_500),
+    "training/run": ([PACKAGE / "training/run.py"], 122_500),
     "generation/generate": ([PACKAGE / "generation/generate.py"], 40_000),
 }
 MAX_EVERYTHING = 211_700

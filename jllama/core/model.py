@@ -235,9 +235,10 @@ class Layer(_Module):
         if inputs.cos is None:
             return x
         dim = self.config.rotary_dim
+        if dim == x.shape[-1]:
+            return ops.apply_rope(x, inputs.cos, inputs.sin)
         rotated = ops.apply_rope(x[..., :dim], inputs.cos, inputs.sin)
-        others = x[..., dim:]
-        return jnp.concatenate([rotated, others], axis=-1) if others.shape[-1] else rotated
+        return jnp.concatenate([rotated, x[..., dim:]], axis=-1)
 
     def attention(
         self, x: Stream, inputs: AttentionInputs, cached: KeysValues | None = None

@@ -513,7 +513,7 @@ def test_options_in_any_combination(options, seed):
 def test_each_option_is_what_it_says():
     """By the oracle's logits: options that do nothing there are Llama's."""
     config = dataclasses.replace(models.SMALL, num_layers=4)
-    params = random_params(config, 0)
+    params = jax.tree.map(jnp.asarray, random_params(config, 0))
     tokens = TOKENS[:1, :SHORT] % config.vocab_size
     plain = oracle.forward(params, tokens, config)
 
@@ -577,7 +577,7 @@ def test_a_block_may_have_a_matrix_that_decoding_joins_with_none(monkeypatch):
     monkeypatch.setitem(PARAMETERS, "layers/w_mixed", row)
     monkeypatch.setitem(BLOCKS, "mixed", MixedLayer)
     config = dataclasses.replace(models.SMALL, block="mixed")
-    params = random_params(config, 0)
+    params = jax.tree.map(jnp.asarray, random_params(config, 0))
     tokens = jnp.asarray(TOKENS[:2, :SHORT] % config.vocab_size)
     whole = build_model(config, params).hidden(tokens)
     layout = decode_layout(params, config)
