@@ -162,3 +162,15 @@ def planted(mutation):
         )
 
     return implementation_of(mutation.model)._replace(load=load)
+
+
+ON_EIGHT_DEVICES = LlamaConfig(
+    vocab_size=64,
+    num_layers=2,
+    embed_dim=32,
+    num_heads=4,
+    num_kv_heads=2,
+    mlp_dim=48,
+    max_seq_len=16,
+)
+"""What meshes of eight devices compute in tests/parallel."""

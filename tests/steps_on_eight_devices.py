@@ -9,7 +9,7 @@ import json
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
-from test_sharding import CONFIG
+from models import ON_EIGHT_DEVICES as CONFIG
 
 from jllama.core import UsageError
 from jllama.core.model import abstract_params

@@ -2,22 +2,13 @@
 
 import pytest
 from helpers import run_on_eight_devices
+from models import ON_EIGHT_DEVICES as CONFIG
 
 from jllama.core import UsageError
-from jllama.core.config import LlamaConfig
 from jllama.core.parameters import parameter_table, shape_of
 from jllama.lab.checks import TOLERANCE, VISIBLE
 from jllama.parallel.sharding import MeshConfig
 
-CONFIG = LlamaConfig(
-    vocab_size=64,
-    num_layers=2,
-    embed_dim=32,
-    num_heads=4,
-    num_kv_heads=2,
-    mlp_dim=48,
-    max_seq_len=16,
-)
 HALVES = dict.fromkeys(("embed", "vocab", "heads", "kv_heads", "mlp"), 2)
 SPLIT = {  # how many ways each mesh splits axes, and a device's rows
     "data=8": ({}, 1),
