@@ -504,3 +504,13 @@ def test_any_value_of_any_option_is_taken_or_answered_in_a_sentence(data):
     assert code == 0
     for word in ("typing", "Literal", "<class", "Optional", "Parser key"):
         assert word not in said
+
+
+def test_an_option_that_has_gone_is_read_where_it_changed_nothing(tmp_path):
+    """Files of earlier runs have it."""
+    file = tmp_path / "config.yaml"
+    file.write_text("training:\n  grpo:\n    exact: false\n")
+    assert parse(TrainConfig, ["--config", str(file)], "train") == parse(TrainConfig, [], "train")
+    file.write_text("training:\n  grpo:\n    exact: true\n")
+    with pytest.raises(jllama.UsageError, match=r"there is no option training\.grpo\.exact"):
+        parse(TrainConfig, ["--config", str(file)], "train")
