@@ -51,15 +51,3 @@ class Keeper:
     def restore(self, training: Training, step: int, base: Params | None) -> TrainState:
         """Return the state of a saved step; ``base`` is what adapters are of."""
         return restore_state(self.checkpoints, training, step, base)[0]
-
-    def wait(self) -> None:
-        """Wait until what was begun is saved."""
-        self.checkpoints.wait()
-
-    def steps(self) -> list[int]:
-        """Return the saved steps."""
-        return self.checkpoints.steps()
-
-    def best_step(self) -> int | None:
-        """Return the step with the lowest validation loss."""
-        return self.checkpoints.best_step()

@@ -175,7 +175,7 @@ def next_batch(run: Run) -> Batch:
             log(run)
         if run.step and not is_saved(run):
             save(run, None)
-        run.keeper.wait()
+        run.keeper.checkpoints.wait()
         if not isinstance(error, StopIteration):
             raise
         which = ", which is saved" if run.step else ""
@@ -373,8 +373,8 @@ def raise_failure(
     advice: str = "try a lower optimizer.learning_rate or optimizer.clip_norm",
 ) -> NoReturn:
     """End the run with an error that names the last good checkpoint."""
-    run.keeper.wait()
-    steps = run.keeper.steps()
+    run.keeper.checkpoints.wait()
+    steps = run.keeper.checkpoints.steps()
     last = "no checkpoint had been saved yet"
     if steps:
         last = f"the last good checkpoint is of step {steps[-1]}"

@@ -106,11 +106,33 @@ def open_run(
     beginning = begin(config, folder, own_data, console)
     if isinstance(beginning, Evaluation):
         return beginning
-    config, data, origin, step, resumes, replaces = beginning
+    config, data, *_ = beginning
     rewarded = scorer = None
     if isinstance(data, PromptDataset):
         rewarded = importlib.import_module(REWARDED_SOURCE)
         scorer = rewarded.open_scorer(config, data)
+    try:
+        return build_run(beginning, console, callbacks, rewarded, scorer)
+    except BaseException:
+        if scorer:
+            scorer.close()  # its processes
+        raise
+
+
+def build_run(
+    beginning: Beginning,
+    console: Console,
+    callbacks: Sequence[Callback],
+    rewarded: Any,
+    scorer: Any,
+) -> Run:
+    """Load, compile and restore what a run needs, and write its folder.
+
+    ``rewarded`` is the module with the source of training from rewards, and ``scorer`` what
+    rewards its answers; None without rewards.
+    """
+    config, data, origin, step, resumes, replaces = beginning
+    folder = Path(config.run_dir)
     warn_of_idle_accelerator(console)
     distributed.check_same({"the corpus": data.fingerprint, "the last checkpoint": step})
 
@@ -127,7 +149,6 @@ def open_run(
         data = add_reference_log_probs(data, folder, config, training, initial)
     samples = no_samples  # with rewards, answers to held-out prompts are shown
     if isinstance(data, PromptDataset):
-        assert rewarded is not None
         source = rewarded.open_rollouts(data, scorer, config, training, origin, state)
     else:
         source = DataSource(data, config, training)
@@ -151,7 +172,7 @@ def open_run(
     assert state is not None
 
     # 4) Write the folder.
-    if is_first_process:
+    if distributed.process_index() == 0:
         write_folder(folder, beginning)
     receipt = begin_receipt(folder, config, data.fingerprint, training.mesh, step)
     keeper = Keeper(folder, checkpoints, origin_meta, receipt)

@@ -94,9 +94,9 @@ def evaluate_best(run: Run) -> Evaluation | None:
     """Evaluate the best checkpoint on all validation data; return None if a stop came first."""
     tracker = run.tracker
     tracker.show(run.step, "saving")
-    run.keeper.wait()
+    run.keeper.checkpoints.wait()
     tracker.show(run.step, "evaluating")
-    best_step = run.keeper.best_step()
+    best_step = run.keeper.checkpoints.best_step()
     state = run.state
     if not (run.stop_signal or best_step in (None, run.step)):
         state = run.keeper.restore(run.training, best_step, state.base)

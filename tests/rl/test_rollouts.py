@@ -240,3 +240,12 @@ def test_the_mismatch_shows_mistakes(folder, mistake, monkeypatch):
     with rewarded.MISTAKES[mistake]:
         run = train(folder, f"mistaken, {mistake}", **options)
     assert largest_mismatch(run) > 1e-3
+
+
+def test_a_run_that_cannot_be_opened_leaves_no_process_behind(folder, monkeypatch):
+    closed = []
+    close = Scorer.close
+    monkeypatch.setattr(Scorer, "close", lambda scorer: (closed.append(scorer), close(scorer)))
+    with pytest.raises(JllamaError, match="temperature is 0"):
+        train(folder, "greedy", sampling=SamplingParams(temperature=0.0))
+    assert len(closed) == 1
