@@ -199,8 +199,8 @@ def _parser(options: type, prog: str, positional: Sequence[str], shown: Sequence
     parser.description = _description(doc, prog)
     if "config" in positional:
         parser.epilog = _configurations()
-    elif verbs := _verbs(prog.rpartition(" ")[2]):
-        parser.epilog = verbs
+    else:
+        parser.epilog = _verbs(prog.rpartition(" ")[2])
 
     # 2) Add the options: the common ones, and the fields of the dataclass.
     parser.add_argument("--config", action="config", help="a YAML file with any of these options")

@@ -81,13 +81,9 @@ class ModelOptions(CheckpointOptions):
         Raises:
             JllamaError: if ``needs_tokenizer`` and the model has none.
         """
-        from jllama.generation import steps
-        from jllama.system import programs
-
         mesh = None
         if self.mesh == MeshConfig(data=1):
-            programs.enable_store(self.checkpoint)
-            steps.call_program = programs.call
+            store_programs(self.checkpoint)
         else:
             mesh = jllama.make_mesh(self.mesh)
         model = self.load_with(mesh, self.adapter)
@@ -103,6 +99,15 @@ class ModelOptions(CheckpointOptions):
         if model.step is not None:
             name += f", step {model.step}"
         say(name)
+
+
+def store_programs(*task: str) -> None:
+    """Let the engine store its compiled programs for later processes with this task."""
+    from jllama.generation import steps
+    from jllama.system import programs
+
+    programs.enable_store(*task)
+    steps.call_program = programs.call
 
 
 def sampling_params(options: SamplingParams) -> SamplingParams:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jllama.commands.cli import parse
-from jllama.commands.model import CheckpointOptions
+from jllama.commands.model import CheckpointOptions, store_programs
 from jllama.commands.terminal import say
 from jllama.core import JllamaError, UsageError, check_fields
 from jllama.generation.sampling_params import Prompt
@@ -137,14 +137,11 @@ def _start_engine(options: ServeOptions) -> "EngineThread":
     Raises:
         JllamaError: if a model has no tokenizer, or the default settings do not fit it.
     """
-    from jllama.generation import steps
     from jllama.generation.text import encode_prompt
     from jllama.serve.engine import EngineThread
-    from jllama.system import programs
     from jllama.templates.messages import find_template
 
-    programs.enable_store("serve", options.checkpoint)
-    steps.call_program = programs.call
+    store_programs("serve", options.checkpoint)
     models = {name: options.load_with(None, path) for name, path in options.adapters().items()}
     if any(model.tokenizer is None for model in models.values()):
         raise no_tokenizer(options.checkpoint)

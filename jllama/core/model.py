@@ -657,17 +657,22 @@ def build_llama(config: LlamaConfig, params: Params, functions: Functions = Func
             f"embed has {rows} rows, and vocab_size is {config.vocab_size}: take the configuration "
             "that the parameters were made with"
         )
-    is_separate = "0" in params["layers"]
+    first_layer = params["layers"].get("0", {})  # in the layout with separate layers
     for path, row in parameter_table(config).items():
         if row.role != "scale":  # which would be broadcast; products check their shapes themselves
             continue
         _, is_of_layer, name = path.rpartition("layers/")
-        holder = params["layers"] if is_of_layer else params
-        leaf = holder["0"][name] if is_of_layer and is_separate else holder[name]
-        shape = shape_of(row, config)[bool(is_of_layer and is_separate) :]
-        if leaf.shape != shape:
-            raise UsageError(f"{path} is {list(leaf.shape)}; it must be {list(shape)}")
-    names = tuple(sorted(params["layers"].get("0", ())))
+        shape = shape_of(row, config)
+        holder = params
+        if is_of_layer and first_layer:
+            holder = first_layer
+            shape = shape[1:]
+        elif is_of_layer:
+            holder = params["layers"]
+        if holder[name].shape != shape:
+            actual = list(holder[name].shape)
+            raise UsageError(f"{path} is {actual}; it must be {list(shape)}")
+    names = tuple(sorted(first_layer))
     llama = nnx.merge(_graph(config, names), params)
     llama.functions = functions
     return llama

@@ -87,7 +87,8 @@ def targets_of(batch: Batch) -> Targets:
     counted = batch.counted[:, 1:] & same_segment
     # Arrays ``[rows, window]`` lose their first column; ``[rows]`` stay.
     sampled = jax.tree.map(lambda leaf: leaf[:, 1:] if leaf.ndim > 1 else leaf, batch.sampled)
-    inputs, targets = batch.tokens[:, :-1], batch.tokens[:, 1:]
+    inputs = batch.tokens[:, :-1]
+    targets = batch.tokens[:, 1:]
     return Targets(inputs, targets, batch.segments[:, :-1], counted, batch.reference, sampled)
 
 

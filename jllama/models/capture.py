@@ -66,7 +66,8 @@ def activations(
 def _run(layer: Layer, x: Array, inputs: AttentionInputs) -> tuple[Array, dict[str, Array]]:
     """Return a layer's output, and its ``PARTS``, from what its methods return on the way."""
     parts = {}
-    heads, residual = layer.heads, layer.residual
+    heads = layer.heads
+    residual = layer.residual
 
     def seen_heads(x: Array, inputs: AttentionInputs) -> tuple[Array, ...]:
         query, key, value = heads(x, inputs)
@@ -79,7 +80,8 @@ def _run(layer: Layer, x: Array, inputs: AttentionInputs) -> tuple[Array, dict[s
         parts[name] = residual(update)
         return parts[name]
 
-    layer.heads, layer.residual = seen_heads, seen_residual
+    layer.heads = seen_heads
+    layer.residual = seen_residual
     output, _ = layer(x, inputs)
     return output, parts
 
