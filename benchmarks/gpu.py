@@ -40,13 +40,15 @@ import jax.numpy as jnp
 import numpy as np
 
 import jllama
-from jllama.core.parameters import map_by_path, parameter_table, shape_of, training_flops_per_token
+from jllama.core.parameters import map_by_path, parameter_table, shape_of
 from jllama.formats.huggingface import config_to_huggingface
 from jllama.functional import ATTENTION, Mask
 from jllama.models.config import LoraConfig
 from jllama.models.lora import convert_weight
-from jllama.system.devices import peak_bytes, peak_flops, program_bytes
+from jllama.system.devices import peak_flops
+from jllama.system.memory import peak_bytes, program_bytes
 from jllama.tokenizers.base import BytesTokenizer
+from jllama.training.metrics import training_flops_per_token
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT_TOKENS = 701
@@ -635,7 +637,7 @@ def machine() -> dict[str, str]:
     A process that ends asks the device, so that none of the device's memory stays in use.
     """
     code = (
-        "import jax; from jllama.system.devices import describe_driver; device = jax.devices()[0]; "
+        "import jax; from jllama.system.machine import describe_driver; device = jax.devices()[0]; "
         "print(device.device_kind, describe_driver(device), sep='|')"
     )
     kind, _, driver = output_of(sys.executable, "-c", code).partition("|")

@@ -28,8 +28,8 @@ from common import ROOT, panels, table, write
 from matplotlib.ticker import EngFormatter
 
 import jllama
-from jllama.core.parameters import training_flops_per_token
-from jllama.system.devices import program_bytes
+from jllama.system.memory import program_bytes
+from jllama.training.metrics import training_flops_per_token
 
 AXES = {
     "seq_len": [256 << power for power in range(10)],

@@ -55,7 +55,7 @@ def jllama_steps(
     from jllama.core.step import Batch
     from jllama.models.config import LoraConfig
     from jllama.parallel.config import MeshConfig
-    from jllama.system.devices import device_bytes, program_bytes
+    from jllama.system.memory import device_bytes, program_bytes
     from jllama.training.config import LoopConfig, OptimizerConfig, TrainConfig
 
     model = jllama.load(folder, layout="training")

@@ -18,7 +18,7 @@ import jllama
 from jllama.core.config import LlamaConfig
 from jllama.parallel.config import MeshConfig
 from jllama.parallel.sharding import make_mesh
-from jllama.system.devices import program_bytes
+from jllama.system.memory import program_bytes
 from jllama.training.compiling import compile_training
 from jllama.training.config import LoopConfig, TrainConfig
 

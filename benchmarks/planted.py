@@ -95,7 +95,7 @@ MISTAKES = [
     ),
     Mistake(
         "model",
-        "core/parameters.py",
+        "training/metrics.py",
         'is_used = config.tie_embeddings or path != "embed"',
         'is_used = path != "embed"',
         "core/test_parameters.py",
@@ -304,10 +304,10 @@ MISTAKES = [
     ),
     Mistake(
         "generation",
-        "generation/decode_batch.py",
+        "core/engine.py",
         "(lengths + 1 >= batch.limits)",
         "(lengths >= batch.limits)",
-        "generation/test_engine.py generation/test_text.py",
+        "core/test_engine.py generation/test_engine.py generation/test_text.py",
     ),
     Mistake(  # an empty list of prompts
         "generation",

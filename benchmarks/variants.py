@@ -31,7 +31,7 @@ import jllama
 from jllama.core.config import BLOCKS
 from jllama.core.model import Layer
 from jllama.core.parameters import PARAMETERS, Parameter, count_parameters
-from jllama.system.devices import program_bytes
+from jllama.system.memory import program_bytes
 from jllama.training.sources import evaluate
 
 SMOOTHED_STEPS = 50

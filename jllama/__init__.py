@@ -53,11 +53,8 @@ if TYPE_CHECKING:
     from jllama.core import JllamaError as JllamaError, UsageError as UsageError
     from jllama.score.scoring import perplexity as perplexity
     from jllama.generation.engine import Engine as Engine
-    from jllama.generation.generate import (
-        generate as generate,
-        stream as stream,
-        warm_up as warm_up,
-    )
+    from jllama.generation.generate import generate as generate, stream as stream
+    from jllama.generation.warm_up import warm_up as warm_up
     from jllama.generation.sampling_params import Prompt as Prompt, SamplingParams as SamplingParams
     from jllama.generation.text import Completion as Completion
     from jllama.generation.grammar import Grammar as Grammar

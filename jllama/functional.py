@@ -14,7 +14,7 @@ from jllama.core.ops import (
     UnsupportedAttention as UnsupportedAttention,
     silu_gate as silu_gate,
 )
-from jllama.kernels.attention import ATTENDED as ATTENDED
+from jllama.kernels.attention import ATTENDED as ATTENDED, attention_weights as _attention_weights
 from jllama.kernels.embedding import embedding as embedding
 from jllama.kernels.implementations import (
     ATTENTION as ATTENTION,
@@ -53,7 +53,7 @@ from jllama.kernels.sampling import (
 from jllama.kernels.shapes import checked
 
 apply_rope = checked(ops.apply_rope)
-attention_weights = checked(ops.attention_weights)
+attention_weights = checked(_attention_weights)
 grouped_query_attention = checked(ops.grouped_query_attention)
 masked_softmax = checked(ops.masked_softmax)
 rms_norm = checked(ops.rms_norm)

@@ -153,13 +153,18 @@ def sample(path, mesh):
     compiled_again = num_programs() - compiled_before
     engine.together_tokens = 64  # as on accelerators: short prompts side by side
     together = answers_of(engine, [*map(engine.submit, requests)])
-    batch, staging = engine._batches
+    batch, staging = engine.batch, engine._prompt_cache
     cache = batch.cache
     shape = cache.keys[0].shape
     shares = {array.addressable_shards[0].data.shape for array in (*cache.keys, *cache.values)}
     num_steps = np.ones(8, np.int32)
     flags = np.int32(1), np.bool_(False), 0
-    joins = batch, engine._rows_of(model, prompts[:1], staging.cache), np.int32(0), np.int32(0)
+    joins = (
+        batch,
+        engine.arrays_of([engine.make_row(requests[0])], staging),
+        np.int32(0),
+        np.int32(0),
+    )
     decode = steps.decode_block.lower(model.decode_params, model.config, batch, num_steps, *flags)
     lowered = decode, steps.join.lower(*joins)
     texts = [program.compile().as_text() for program in lowered]

@@ -22,10 +22,10 @@ EVERYTHING = [*PACKAGE.rglob("*.py")]
 MAX_TOKENS = {
     "core": (CORE, 15_000),
     "training/loop": ([PACKAGE / "training/loop.py"], 46_000),
-    "training/run": ([PACKAGE / "training/run.py"], 122_500),
+    "training/run": ([PACKAGE / "training/run.py"], 123_700),
     "generation/generate": ([PACKAGE / "generation/generate.py"], 40_000),
 }
-MAX_EVERYTHING = 211_700
+MAX_EVERYTHING = 214_000
 LAYOUT = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -77,7 +77,7 @@ def test_what_an_entry_point_imports_stays_small(entry):
     assert sum(map(count_tokens, closure(paths))) <= max_tokens
 
 
-READING_ORDER = "config parameters ops model step"
+READING_ORDER = "config parameters ops model step engine"
 
 
 def table_of_sizes() -> str:

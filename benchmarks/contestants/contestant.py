@@ -270,7 +270,8 @@ def generation_facts(model: jllama.LanguageModel, options: BenchOptions, device:
     Only the last token of a prompt has logits. The model of transformers is in bfloat16 on a GPU,
     elsewhere in float32.
     """
-    from jllama.core.parameters import count_parameters, training_flops_per_token
+    from jllama.core.parameters import count_parameters
+    from jllama.training.metrics import training_flops_per_token
 
     config = model.config
     params = model.decode_params
@@ -460,8 +461,9 @@ class JllamaTrainer:
 
         import jllama
         from jllama.commands.bench import parse_options, train_config
-        from jllama.core.parameters import training_flops_per_token
-        from jllama.system.devices import peak_flops, program_bytes
+        from jllama.system.devices import peak_flops
+        from jllama.system.memory import program_bytes
+        from jllama.training.metrics import training_flops_per_token
 
         config = train_config(parse_options(work["argv"]))
         training = jllama.compile_training(config)
@@ -575,7 +577,7 @@ def peak_bytes_of(work: Work) -> int | None:
     if work["name"] == "jllama":
         import jax
 
-        from jllama.system.devices import peak_bytes
+        from jllama.system.memory import peak_bytes
 
         return peak_bytes(jax.devices())
     if work["device"] != "cuda":

@@ -103,12 +103,8 @@ def summary_table(config: "jllama.LlamaConfig") -> Table:
 
     Its footer has the totals, and the FLOPs of training on one token.
     """
-    from jllama.core.parameters import (
-        count_parameters,
-        parameter_table,
-        shape_of,
-        training_flops_per_token,
-    )
+    from jllama.core.parameters import count_parameters, parameter_table, shape_of
+    from jllama.training.metrics import training_flops_per_token
 
     count = count_parameters(config)
     flops = training_flops_per_token(config, config.max_seq_len)

@@ -89,7 +89,7 @@ def main(argv: list[str], prog: str) -> int:
     """Load a model and generate text."""
     options = parse(SampleOptions, argv, prog, ("checkpoint",), _COMMON)
     from jllama.commands.prompts_file import complete_file
-    from jllama.generation.decode_batch import check_batch
+    from jllama.generation.sampler import check_batch
     from jllama.generation.text import encode_prompt
 
     # Report what is wrong with the prompts before a large model is loaded.

@@ -1,8 +1,8 @@
 """The errors that all of jllama raises.
 
 The core is the way from a token to a trained weight. Its files import only each other; in reading
-order they are ``config``, ``parameters``, ``ops``, ``model`` and ``step``. Everything here works on
-one device and is its formula; faster forms and more devices come as arguments.
+order they are ``config``, ``parameters``, ``ops``, ``model``, ``step`` and ``engine``. Everything
+here works on one device and is its formula; faster forms and more devices come as arguments.
 """
 
 import re

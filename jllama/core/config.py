@@ -94,14 +94,6 @@ class RopeScaling:
             scaled.append(keep * frequency + (1 - keep) * frequency / self.factor)
         return scaled
 
-    def to_huggingface(self) -> dict[str, Any]:
-        """Return the entries of ``config.json`` by field name, without lengths."""
-        entries: dict[str, Any] = {"rope_type": self.type}
-        for name, value in vars(self).items():
-            if name != "original_max_seq_len":
-                entries[name] = float(value)
-        return entries
-
     @staticmethod
     def from_fields(fields: Mapping[str, Any]) -> "RopeScaling":
         """Return the scaling with these fields, ``type`` among them.

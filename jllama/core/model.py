@@ -678,11 +678,6 @@ def build_llama(config: LlamaConfig, params: Params, functions: Functions = Func
     return llama
 
 
-def build_layer(config: LlamaConfig, weights: Params) -> Layer:
-    """Build one block from its weights, a value of an unstacked ``params["layers"]``."""
-    return nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: new_layer(config, 0))), weights)
-
-
 @functools.cache
 def _graph(config: LlamaConfig, names: tuple[str, ...]) -> nnx.GraphDef[Llama]:
     """Return the module's structure: with stacked layers, or with separate ones.

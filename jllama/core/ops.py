@@ -1,4 +1,4 @@
-"""The operations of a Llama, each as its formula: norm, SwiGLU, RoPE, masks, attention, the loss.
+"""The operations of a Llama, each as its formula, from the norm to the loss and sampling.
 
 Pure functions of arrays, which work on one device and hold what they compute in memory at once.
 ``jllama.functional`` has the same functions with checks of shapes, and faster forms of some.
@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float64, Int
+from jaxtyping import Array, Bool, Float, Float64, Int, Key
 
 Stream = Float[Array, "*lead embed"]
 Table = Float[Array, "*lead half"]
@@ -213,14 +213,6 @@ def grouped_query_attention(
     return out.reshape(query.shape).astype(query.dtype)
 
 
-def attention_weights(
-    query: Queries, key: Keys, mask: Bool[Array, "#batch #seq kv_seq"]
-) -> Float[Array, "batch heads seq kv_seq"]:
-    """Compute ``softmax(q k^T / sqrt(head_dim))``, the weights of the values, in float32."""
-    weights = masked_softmax(attention_scores(group_queries(query, key), key), mask[:, None, None])
-    return weights.reshape(*query.shape[:3], key.shape[2])
-
-
 def attention_scores(query: Array, key: Array) -> Array:
     """Compute ``q k^T / sqrt(head_dim)``.
 
@@ -317,3 +309,43 @@ def cross_entropy(
     log_probs, normalizer = target_log_probs(project(hidden, head), targets)
     losses = z_loss * jnp.square(normalizer) - log_probs
     return jnp.sum(jnp.where(mask, losses, 0.0)), jnp.sum(mask, dtype=losses.dtype)
+
+
+# Sampling
+
+
+def tempered_logits(
+    logits: Float[Array, "batch vocab"], temperature: Float[Array, "batch"]
+) -> Float[Array, "batch vocab"]:
+    """Compute ``(logits - max(logits)) / temperature`` in float32, which never overflows.
+
+    A temperature of 0 stands for the smallest positive one. A row of minus infinities stays so.
+    """
+    bounds = jnp.finfo(jnp.float32)
+    logits = jnp.minimum(logits.astype(jnp.float32), bounds.max)
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    logits = logits - jnp.where(jnp.isfinite(largest), largest, 0)
+    return logits / jnp.maximum(temperature, bounds.tiny)[:, None]
+
+
+def sample(
+    logits: Float[Array, "batch vocab"],
+    keys: Key[Array, "batch"],
+    temperature: Float[Array, "batch"],
+    truncate: Callable[[Array], Array] = lambda tempered: tempered,
+) -> Int[Array, "batch"]:
+    """Draw one token a row from ``softmax(truncate(tempered_logits(logits, temperature)))``.
+
+    Temperature 0 takes the first of the largest logits. Otherwise the draw is the largest of logits
+    plus Gumbel noise. It depends on the row's own logits and key alone.
+    """
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    def draw() -> Array:
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
+        noisy = truncate(tempered_logits(logits, temperature)) + noise
+        # XLA would fuse argmax with the noise into one scalar loop, on a CPU three times slower
+        # than top_k.
+        return jnp.where(temperature > 0, jax.lax.top_k(noisy, 1)[1][:, 0], greedy)
+
+    return jax.lax.cond(jnp.any(temperature > 0), draw, lambda: greedy)

@@ -6,7 +6,7 @@ dictionary: ``PARAMETERS["layers/wq"]`` describes ``params["layers"]["wq"]``.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal
 
 from jllama.core import UsageError
@@ -324,31 +324,6 @@ def initial_std(parameter: Parameter, config: LlamaConfig) -> float:
 def count_parameters(config: LlamaConfig) -> int:
     """Return the number of parameters of a model with this configuration."""
     return sum(math.prod(shape_of(row, config)) for row in parameter_table(config).values())
-
-
-def training_flops_per_token(
-    config: LlamaConfig, seq_len: int, trained: Mapping[str, float] | None = None
-) -> float:
-    """Return the floating-point operations of one forward and backward pass, per token.
-
-    ``6 * (matrix parameters) + 12 * num_layers * num_heads * head_dim * seq_len``: two for each
-    multiply-add, three passes, and the attention products over ``seq_len`` keys, or as many as a
-    layer's sliding window has. The embedding counts where it is used as the head. Frozen matrices
-    have two passes, since they need no gradients. Adapters are not counted.
-    Source: Chowdhery et al. 2022, appendix B (arXiv:2204.02311).
-
-    Args:
-        config: the architecture.
-        seq_len: tokens of a sequence.
-        trained: the fraction of each parameter that is trained, by path; None: all.
-    """
-    flops = 12.0 * config.num_heads * config.head_dim * config.num_visible(seq_len)
-    for path, row in parameter_table(config).items():
-        is_used = config.tie_embeddings or path != "embed"
-        if row.role == "matrix" and is_used:
-            fraction = 1.0 if trained is None else trained.get(path, 0.0)
-            flops += (4 + 2 * fraction) * math.prod(shape_of(row, config))
-    return flops
 
 
 def map_by_path(function: Any, params: Any, prefix: str = "") -> Any:

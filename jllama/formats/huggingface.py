@@ -288,7 +288,10 @@ def config_to_huggingface(config: LlamaConfig, dtype: str) -> Json:
     scaling = config.rope_scaling
     rope: Json = {"rope_type": "default"}
     if scaling:
-        rope = scaling.to_huggingface()
+        rope = {"rope_type": scaling.type}
+        for name, value in vars(scaling).items():
+            if name != "original_max_seq_len":
+                rope[name] = float(value)
         length = getattr(scaling, "original_max_seq_len", None)
         if scaling.grows and length != config.max_seq_len:
             raise JllamaError(

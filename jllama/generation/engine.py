@@ -1,32 +1,32 @@
-"""The engine: one batch whose rows requests join and leave, driven by its caller, without threads.
+"""The engine of requests: that of the core, with text, several models, and faster prompts.
 
-``submit`` queues a request. Each ``step`` admits requests to free slots, computes chunks of their
-prompts, dispatches the next block of decoding steps, and reads the block before it: the device
-computes one block while the host reads the other. Scheduling depends on load; the result of a
-request depends only on the request and the engine's sizes: every program has one shape, and prompts
-are computed in chunks that begin at multiples of one length.
+Prompts are computed in chunks that begin at multiples of one length and are cached for others with
+the same beginning, or if they are short, several at once. The memory of rows grows with the texts.
 """
 
 import dataclasses
 import hashlib
+import itertools
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
 from jllama.core import UsageError
+from jllama.core import engine as core
+from jllama.core.config import LlamaConfig
+from jllama.core.engine import MAX_STOPS, STEPS, DecodeBatch
 from jllama.core.model import KVCache
 from jllama.generation import steps
-from jllama.generation.decode_batch import DecodeBatch, make_batch, set_allowed, setting_types
-from jllama.generation.requests import Answer, Piece, Request, Row, Token, make_tokens
+from jllama.generation.requests import Request, Row, Token, make_tokens
+from jllama.generation.sampler import SamplerState, make_sampler_state, set_allowed, setting_types
 from jllama.generation.sampling_params import Prompt, SamplingParams
-from jllama.generation.steps import STEPS
 from jllama.generation.text import TextDecoder
 from jllama.kernels.shapes import power_of_two_at_least
+from jllama.models.decode_params import DecodeParams
 from jllama.models.language_model import LanguageModel
 from jllama.parallel.shards import batch_shardings
 
@@ -44,19 +44,6 @@ _MIN_CACHE = 128
 _BLOCK_TOKENS = 256  # that attention over a cache reads at once
 _ROOM_TOKENS = 512  # for new tokens, in a cache that can grow: two blocks take less
 _EMPTY = Prompt([0], max_new_tokens=0)
-# One program, not one for the arrays of each layer.
-_zeros = jax.jit(KVCache.zeros, static_argnums=(0, 1, 2, 3))
-
-Events = list[tuple[Row, Piece | Answer]]
-
-
-class Dispatch(NamedTuple):
-    """A block that the device computes."""
-
-    rows: list[Row]
-    num_steps: int
-    start_s: float
-    block: steps.Block
 
 
 @dataclasses.dataclass
@@ -81,7 +68,7 @@ class Staged:
         return shared
 
 
-class Engine:
+class Engine(core.Engine):
     """Generates many texts at once, as rows of one batch that requests join and leave.
 
     It has no threads: ``step`` does what is due, and one thread at a time may call it.
@@ -136,13 +123,9 @@ class Engine:
     ) -> None:
         named = {"": models} if isinstance(models, LanguageModel) else models
         self.models = {name: model.for_decoding() for name, model in named.items()}
-        self._base = next(iter(self.models.values()))
-        self._weights = {
-            name: (model.decode_params, model.config) for name, model in self.models.items()
-        }
-        if any(model.config != self._base.config for model in self.models.values()):
+        base = next(iter(self.models.values()))
+        if any(model.config != base.config for model in self.models.values()):
             raise UsageError("the models differ in shape: serve each by a server of its own")
-        self._num_slots = num_slots
         platform = jax.default_backend()
         self.chunk_tokens = chunk_tokens or CHUNK_TOKENS.get(platform, 4096)
         # Whether the first chunk of a prompt is computed as a complete sequence, which has faster
@@ -150,33 +133,29 @@ class Engine:
         # all programs ahead, does without.
         self.first_chunk_is_whole = not context or platform != "cpu"
         self.together_tokens = TOGETHER_TOKENS.get(platform, 512) if num_slots > 1 else 0
-        self._context = context or self._base.config.max_seq_len
-        self.max_len = cache_len(context, self._context)
+        self.tokens_per_step = draft_len + 1
+        self._context = context or base.config.max_seq_len
         self._prefix_tokens = prefix_tokens
         self._prefill_budget = prefill_budget or 2**60
         self._block_s = block_s
         self._draft_len = draft_len
         self._resumes = resumes
         self._sampling_types = {SamplingParams}  # of all requests so far
-        self.reset()
+        max_len = cache_len(context, self._context)
+        super().__init__(base.config, base.decode_params, num_slots, max_len)
 
     def reset(self) -> None:
         """Drop all rows and all device memory, for example after a fault.
 
         The next step reserves it again.
         """
-        self.waiting = deque[Row]()
-        self.rows: list[Row | None] = [None] * self._num_slots
-        self._prefilling = list[Row]()  # rows in slots whose prompts are not computed, in order
-        self._dispatches = list[Dispatch]()
-        self._events: Events = []
+        super().reset()
         self._step_s = 0.0  # how long a step takes
         self._read_s = 0.0  # when the last block was read
         # Chunks of prompts by their keys, least recently used first.
         self._prefixes = dict[bytes, steps.Chunk]()
-        # The batch, and a batch of one row whose cache prompts are computed in. With one slot both
-        # are the same.
-        self._batches = list[DecodeBatch]()
+        # The cache that prompts are computed in; with one slot it is the batch's own.
+        self._prompt_cache: KVCache | None = None
         self._staged = Staged()
 
     def replace_weights(self, model: LanguageModel, name: str = "") -> None:
@@ -189,32 +168,28 @@ class Engine:
         """
         if self.busy:
             raise UsageError("the engine is generating: let it end before its weights change")
-        if model.config != self._base.config:
+        if model.config != self.config:
             raise UsageError("the new weights differ in shape: make a new engine")
         self.models[name] = model.for_decoding()
-        self._base = next(iter(self.models.values()))
-        self._weights[name] = self.models[name].decode_params, model.config
+        self.params = self.models[name].decode_params
         self._prefixes.clear()
         self._staged = Staged()
-
-    @property
-    def busy(self) -> bool:
-        """Whether a request is in a slot or in the queue."""
-        return bool(self.waiting or any(self.rows))
 
     @property
     def num_free(self) -> int:
         """How many more requests would get a slot at once; negative if requests wait."""
         return self.rows.count(None) - len(self.waiting)
 
+    def _weights(self, name: str) -> tuple[DecodeParams, LlamaConfig]:
+        return self.models[name].decode_params, self.config
+
     # Queue and slots
 
-    def submit(self, request: Request | Row) -> Row:
+    def submit(self, row: Request | Row) -> Row:
         """Queue a request, or the row that ``make_row`` made of it."""
-        row = request if isinstance(request, Row) else self.make_row(request)
-        self._sampling_types.add(type(row.request.prompt.sampling))
-        self.waiting.append(row)
-        return row
+        row = row if isinstance(row, Row) else self.make_row(row)
+        self._sampling_types.add(type(row.sampling))
+        return super().submit(row)
 
     def make_row(self, request: Request) -> Row:
         """Check a request from ``encode_prompt``, and prepare what takes time.
@@ -238,7 +213,15 @@ class Engine:
             owner = f"{request.model}\0{request.salt}"
             keys = chunk_keys(owner, prompt.ids[:-1], self.chunk_tokens)
         text = TextDecoder(self.models[request.model].tokenizer, prompt)
-        row = Row(request, text, prompt.limit(self._context) - len(prompt.ids), keys)
+        row = Row(
+            prompt.ids,
+            prompt.limit(self._context) - len(prompt.ids),
+            (prompt.stop_ids or ())[:MAX_STOPS],
+            prompt.sampling,
+            request=request,
+            text=text,
+            chunk_keys=keys,
+        )
         if request.prompt_log_probs:
             row.prompt_tokens.append(Token(prompt.ids[0], None))
         return row
@@ -247,40 +230,14 @@ class Engine:
         """End a row without an answer."""
         if row.ended:
             return
-        row.ended = True
-        for rows in (self.waiting, self._prefilling):
-            if row in rows:
-                rows.remove(row)
-        if row not in self.rows:
+        was_in_slot = row in self.rows
+        super().cancel(row)
+        if not was_in_slot:
             return
-        self.rows[row.slot] = None
         if self._resumes and row.tokens:
             # The cache has all tokens but the last one.
             ids = [*row.request.prompt.ids, *(token.id for token in row.tokens[:-1])]
             self._staged = Staged(_owner(row.request), ids)
-
-    def step(self) -> Events:
-        """Admit requests, compute prompts, dispatch a block, and return the events of the last.
-
-        An interrupted step (such as by Ctrl-C) has consumed the arrays on the device: the engine is
-        then ``reset``.
-        """
-        try:
-            self._admit()
-            self._prefill()
-            dispatches = self._dispatch()
-            if not (dispatches or self._dispatches):
-                # No block will be read, which would wait for what was computed.
-                jax.block_until_ready(self._batches[-1].cache.lengths)
-            for dispatch in self._dispatches:
-                self._read(dispatch)
-            self._dispatches = dispatches
-        except BaseException:
-            self.reset()
-            raise
-        events = self._events
-        self._events = []
-        return events
 
     def warm_up(self, request: Request) -> None:
         """Compile the programs of a request by running it; call ``reset`` afterwards.
@@ -297,63 +254,67 @@ class Engine:
             while self.busy:
                 self.step()
 
-    def _admit(self) -> None:
+    def admit(self) -> None:
         """Give free slots to requests from the queue, and make room for all rows."""
-        for slot, row in enumerate(self.rows):
-            if row is None and self.waiting:
-                row = self.waiting.popleft()
-                row.slot = slot
-                self.rows[slot] = row
-                self._prefilling.append(row)
+        super().admit()
         self.make_room(max((self._needed_len(row) for row in self.rows if row), default=0))
-        self.reserve()
 
     def _needed_len(self, row: Row) -> int:
         """How many tokens a row may have before the engine looks at it again, and some more."""
-        upcoming = len(row.tokens) + _ROOM_TOKENS * (self._draft_len + 1)
-        return len(row.request.prompt.ids) + min(row.max_new_tokens, upcoming)
+        upcoming = len(row.tokens) + _ROOM_TOKENS * self.tokens_per_step
+        return len(row.ids) + min(row.max_new_tokens, upcoming)
 
     def make_room(self, num_tokens: int) -> None:
         """Extend the rows to at least ``num_tokens`` tokens."""
         max_len = cache_len(num_tokens, self._context)
-        if max_len > self.max_len:
-            self.max_len = max_len
-            self._batches = [steps.resize(batch, max_len) for batch in self._batches]
+        if max_len <= self.max_len:
+            return
+        self.max_len = max_len
+        if self._prompt_cache:
+            self._prompt_cache = _extended(self._prompt_cache, max_len)
+        if self.batch:
+            tokens, log_probs = steps.extend((self.batch.tokens, self.batch.log_probs), max_len)
+            cache = _extended(self.batch.cache, max_len)
+            self.batch = self.batch._replace(cache=cache, tokens=tokens, log_probs=log_probs)
 
     def reserve(self) -> None:
-        """Allocate the batch, unless it is there."""
-        if self._batches:
-            return
-        for size in sorted({self._num_slots, 1}, reverse=True):
-            dtype = self._base.decode_params.dtype
-            cache = _zeros(self._base.config, size, self.max_len, dtype)
-            self._batches.append(self._put(self._rows_of(self._base, [_EMPTY] * size, cache)))
+        """Allocate the batch and the cache that prompts are computed in, unless they are there."""
+        super().reserve()
+        if self.num_slots > 1 and not self._prompt_cache:
+            self._prompt_cache = self.new_cache(1)
 
-    def _rows_of(
-        self, model: LanguageModel, prompts: Sequence[Prompt], cache: KVCache
-    ) -> DecodeBatch:
-        """Return the rows of these prompts, with the shapes of the batch."""
-        max_len = self.max_len
-        return make_batch(model, prompts, cache, max_len, self._sampling_types, self._context)
-
-    def _put(self, tree: Any) -> Any:
+    def place(self, tree: Any) -> Any:
         """Put arrays of rows where the parameters are, as all programs expect it."""
-        sharding = self._base.decode_params.weights["final_norm"].sharding
+        sharding = self.params.weights["final_norm"].sharding
         if isinstance(sharding, NamedSharding):
             sharding = batch_shardings(sharding.mesh, tree)
         return jax.device_put(tree, sharding)
 
+    def new_cache(self, num_rows: int) -> KVCache:
+        """Return an empty cache."""
+        return self.place(core.zeros(self.config, num_rows, self.max_len, self.params.dtype))
+
+    def empty_row(self) -> Row:
+        """Return a row for a slot that nobody has."""
+        return self.make_row(Request(_EMPTY, next(iter(self.models))))
+
+    def sampling_of(self, rows: Sequence[Row]) -> SamplerState:
+        """Return the settings of new rows of one model, with the state of their samplers."""
+        model = self.models[rows[0].request.model]
+        prompts = [row.request.prompt for row in rows]
+        return make_sampler_state(model, prompts, self._sampling_types)
+
     # Prefill
 
-    def _prefill(self) -> None:
+    def prefill(self) -> None:
         """Compute prompts within the budget, in order; short ones together, others in chunks."""
         budget = self._prefill_budget
-        while self._prefilling:
-            row = self._prefilling[0]
+        while self.prefilling:
+            row = self.prefilling[0]
             length = self._short_len(row)
             if length:
                 if budget <= 0:
-                    return
+                    break
                 self._prefill_short(row.request.model, length)
                 budget -= self.together_tokens
                 continue
@@ -362,8 +323,11 @@ class Engine:
             while budget > 0 and row.num_prefilled < row.prefill_len:
                 budget -= self._prefill_chunk(row)
             if row.num_prefilled < row.prefill_len:
-                return
-            self._join(row, self._batches[-1].cache, 0)
+                break
+            self.join(row, self._cache, 0)
+        if not (self._dispatches or super().groups()):
+            # No block will be read, which would wait for what was computed.
+            jax.block_until_ready(self._cache.lengths)
 
     def _short_len(self, row: Row) -> int:
         """Return the length that a prompt is padded to if it is computed with others.
@@ -371,10 +335,9 @@ class Engine:
         The length is 0 if the prompt is computed alone.
         """
         request = row.request
-        num_tokens = row.prefill_len
-        if num_tokens >= self.chunk_tokens or request.pooling or request.prompt_log_probs:
+        if request.pooling or request.prompt_log_probs or row.prefill_len >= self.chunk_tokens:
             return 0
-        length = power_of_two_at_least(num_tokens, MIN_CHUNK)
+        length = power_of_two_at_least(row.prefill_len, MIN_CHUNK)
         return length if 2 * length <= self.together_tokens else 0
 
     def _prefill_short(self, name: str, length: int) -> None:
@@ -382,18 +345,13 @@ class Engine:
         num_rows = self.together_tokens // length
         group = name, length
         rows = [
-            row for row in self._prefilling if (row.request.model, self._short_len(row)) == group
+            row for row in self.prefilling if (row.request.model, self._short_len(row)) == group
         ][:num_rows]
-        tokens = np.zeros((num_rows, length), np.int32)
-        counts = np.zeros(num_rows, np.int32)
+        prompts = self.place(core.pad_prompts(rows, num_rows, length))
+        cache = steps.call_program(steps.prefill_short, *self._weights(name), *prompts)
         for index, row in enumerate(rows):
             row.num_prefilled = row.prefill_len
-            tokens[index, : row.prefill_len] = row.request.prompt.ids[:-1]
-            counts[index] = row.prefill_len
-        args = *self._weights[name], self._put(tokens), self._put(counts)
-        cache = steps.call_program(steps.prefill_short, *args)
-        for index, row in enumerate(rows):
-            self._join(row, cache, index)
+            self.join(row, cache, index)
 
     def _begin(self, row: Row) -> None:
         """Begin a prompt with what the cache already contains of it.
@@ -405,8 +363,8 @@ class Engine:
         row.num_prefilled = shared
         row.num_cached = shared - shared % self.chunk_tokens  # as the prefix cache counts them
         self._staged = Staged(_owner(row.request), [*row.request.prompt.ids[:shared]])
-        lengths = self._put(np.array([shared], np.int32))
-        self._set_cache(self._batches[-1].cache._replace(lengths=lengths))
+        lengths = self.place(np.array([shared], np.int32))
+        self._cache = self._cache._replace(lengths=lengths)
 
     def _prefill_chunk(self, row: Row) -> int:
         """Compute the next chunk of a prompt, or take it from the prefix cache.
@@ -426,13 +384,13 @@ class Engine:
         num_computed = 0
         if chunk:
             row.num_cached += size
-            self._set_cache(steps.write_chunk(self._batches[-1].cache, chunk, start))
+            self._cache = steps.write_chunk(self._cache, chunk, start)
 
         # 2) Or compute it.
         else:
             num_computed = self._compute_chunk(row, tokens)
             if key:
-                chunk = steps.read_chunk(self._batches[-1].cache, start, size)
+                chunk = steps.read_chunk(self._cache, start, size)
 
         # 3) Keep it for other prompts, as the most recently used one.
         if key and chunk:
@@ -453,10 +411,8 @@ class Engine:
         padded[0, : len(tokens)] = tokens
         count = np.array([len(tokens)], np.int32)
         cache_is_empty = self.first_chunk_is_whole and row.num_prefilled == 0
-        cache = self._batches[-1].cache
-        args = *self._weights[request.model], cache, padded, count, cache_is_empty
-        hidden, cache = steps.call_program(steps.prefill_chunk, *args)
-        self._set_cache(cache)
+        args = *self._weights(request.model), self._cache, padded, count, cache_is_empty
+        hidden, self._cache = steps.call_program(steps.prefill_chunk, *args)
         if request.pooling:
             row.pool(hidden, len(tokens))
         if request.prompt_log_probs:
@@ -468,107 +424,91 @@ class Engine:
         targets = np.zeros(hidden.shape[1], np.int32)
         following = row.request.prompt.ids[row.num_prefilled + 1 :][:num_tokens]
         targets[: len(following)] = following
-        scores = steps.score_chunk(*self._weights[row.request.model], hidden, targets)
+        scores = steps.score_chunk(*self._weights(row.request.model), hidden, targets)
         log_probs, top = jax.device_get(scores)
         row.prompt_tokens += make_tokens(num_tokens, row.request.top, targets, log_probs, top)
 
-    def _join(self, row: Row, cache: KVCache, computed_row: int) -> None:
-        """Let a row decode whose prompt is in ``computed_row`` of a cache.
+    @property
+    def _cache(self) -> KVCache:
+        """The cache that prompts are computed in; with one slot it is the batch's own."""
+        return self._prompt_cache or self.batch.cache
 
-        A row that generates nothing ends instead.
-        """
-        self._prefilling.remove(row)
-        if row.is_complete:
-            self._end(row)
+    @_cache.setter
+    def _cache(self, cache: KVCache) -> None:
+        if self._prompt_cache:
+            self._prompt_cache = cache
+        else:
+            self.batch = self.batch._replace(cache=cache)
+
+    def insert(self, row: Row, one: DecodeBatch, computed_row: int) -> None:
+        """Put a row into its slot."""
+        if self.num_slots == 1:
+            self.batch = self.place(one)
             return
-        one = self._rows_of(self.models[row.request.model], [row.request.prompt], cache)
-        if self._num_slots == 1:
-            self._batches[0] = self._put(one)
-            return
-        batch = self._batches[0]
-        if one.settings.keys() != batch.settings.keys():
+        state = self.batch.sampling
+        if one.sampling.settings.keys() != state.settings.keys():
             # This row is the first with such settings: the other rows get their defaults.
-            empty = self._rows_of(self._base, [_EMPTY] * self._num_slots, batch.cache)
-            batch = self._put(batch._replace(settings=empty.settings | batch.settings))
-        self._batches[0] = steps.join(batch, one, np.int32(computed_row), np.int32(row.slot))
-
-    def _set_cache(self, cache: KVCache) -> None:
-        self._batches[-1] = self._batches[-1]._replace(cache=cache)
+            empty = self.sampling_of([self.empty_row()] * self.num_slots)
+            state = state._replace(settings=empty.settings | state.settings)
+            self.batch = self.place(self.batch._replace(sampling=state))
+        self.batch = steps.join(self.batch, one, np.int32(computed_row), np.int32(row.slot))
 
     # Decoding
 
-    def _dispatch(self) -> list[Dispatch]:
-        """Dispatch a block for the rows of each model.
+    def groups(self) -> list[list[Row]]:
+        """Return the rows to decode now, by model.
 
         Rows under a grammar wait until their last token is read.
         """
         unread = [row for dispatch in self._dispatches for row in dispatch.rows]
         by_model: dict[str, list[Row]] = {}
-        for row in self.rows:
-            if row is None or row in self._prefilling or row.num_steps >= row.max_new_tokens:
-                continue
+        for row in itertools.chain(*super().groups()):
             must_wait = row.request.prompt.grammar is not None and row in unread
             if not must_wait:
                 by_model.setdefault(row.request.model, []).append(row)
-        return [self._dispatch_block(name, rows) for name, rows in by_model.items()]
+        return [*by_model.values()]
 
-    def _dispatch_block(self, name: str, rows: list[Row]) -> Dispatch:
-        """Dispatch a block for the rows of one model."""
-        # 1) How many steps: one if a first token should be shown at once or a grammar waits for it
-        num_steps = min(self._max_steps(), max(row.max_new_tokens - row.num_steps for row in rows))
+    def num_steps(self, rows: Sequence[Row]) -> int:
+        """Return the most steps that the next block takes.
+
+        It takes one if a first token should be shown at once or a grammar waits for it.
+        """
         shows_first = self._block_s is not None and not all(row.num_steps for row in rows)
         if shows_first or any(row and row.request.prompt.grammar for row in self.rows):
-            num_steps = 1
-        # 2) What each row may take
-        batch = self._batches[0]
-        quotas = np.zeros(self._num_slots, np.int32)
-        for row in rows:
-            quotas[row.slot] = num_steps * (self._draft_len + 1)
-            row.num_steps += num_steps
-        if any(row.request.prompt.grammar for row in rows):
-            batch = set_allowed(batch, {row.slot: row.text.allowed() for row in rows})
-        # 3) The program, which returns before the device has computed it
-        tops = np.bool_(any(row.request.top for row in rows))
-        args = *self._weights[name], batch, quotas, np.int32(num_steps), tops, self._draft_len
-        self._batches[0], block = steps.call_program(steps.decode_block, *args)
-        return Dispatch(rows, num_steps, time.monotonic(), block)
-
-    def _max_steps(self) -> int:
-        """Return how many steps the next block may take."""
+            return 1
         if self._block_s is None:
             return STEPS
         if not self._step_s:
             return 1
         return max(1, min(STEPS, int(self._block_s / self._step_s)))
 
-    def _read(self, dispatch: Dispatch) -> None:
-        """Read a block, and emit what it brought to the rows that have not ended."""
-        if all(row.ended for row in dispatch.rows):
-            return  # it may have been computed long ago, which says nothing about ``_step_s``
-        block: Any = dispatch.block
-        if not any(row.request.top for row in dispatch.rows):
-            block = block._replace(top=())
-        block = jax.device_get(block)
+    def decode(self, rows: Sequence[Row], quotas: np.ndarray, num_steps: np.int32) -> core.Block:
+        """Dispatch a block for rows of one model."""
+        batch = self.batch
+        if any(row.request.prompt.grammar for row in rows):
+            batch = set_allowed(batch, {row.slot: row.text.allowed() for row in rows})
+        has_top = any(row.request.top for row in rows)
+        weights = self._weights(rows[0].request.model)
+        args = *weights, batch, quotas, num_steps, np.bool_(has_top), self._draft_len
+        self.batch, block = steps.call_program(steps.decode_block, *args)
+        # What nobody asked for is not copied to the host.
+        return block if has_top else block._replace(record=block.record._replace(top=()))
+
+    def read(self, dispatch: core.Dispatch) -> None:
+        """Read a block, and learn from its time how many steps the next ones should take."""
+        block = jax.device_get(dispatch.block)
         now_s = time.monotonic()
         step_s = (now_s - max(dispatch.start_s, self._read_s)) / dispatch.num_steps
         # The time may include a prompt: a step that seems slower is believed slowly.
         self._step_s = min(step_s, 1.25 * self._step_s) if self._step_s else step_s
         self._read_s = now_s
-        for row in dispatch.rows:
-            if row.ended:
-                continue
-            slot = row.slot
-            ids = block.tokens[slot]
-            top = [array[:, slot] for array in block.top]
-            num_tokens = int(np.count_nonzero(ids >= 0))
-            tokens = make_tokens(num_tokens, row.request.top, ids, block.log_probs[slot], top)
-            self._events += [(row, piece) for piece in row.push(tokens)]
-            if row.is_complete:
-                self._end(row, int(block.drafted[slot]), int(block.accepted[slot]))
+        super().read(dispatch._replace(block=block))
 
-    def _end(self, row: Row, drafted: int = 0, accepted: int = 0) -> None:
-        self._events += [(row, event) for event in row.finish(drafted, accepted)]
-        self.cancel(row)
+
+def _extended(cache: KVCache, max_len: int) -> KVCache:
+    """Return a cache with more slots in each row."""
+    keys, values = steps.extend((cache.keys, cache.values), max_len)
+    return KVCache(keys, values, cache.lengths)
 
 
 def _owner(request: Request) -> tuple[str, str] | None:

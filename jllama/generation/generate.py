@@ -4,15 +4,14 @@ The engine generates all of it.
 """
 
 import dataclasses
-import itertools
 import numbers
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any, Unpack
 
 from jllama.core import UsageError
-from jllama.generation.decode_batch import check_batch
 from jllama.generation.engine import Engine
 from jllama.generation.requests import Answer, Request
+from jllama.generation.sampler import check_batch
 from jllama.generation.sampling_params import Grammar, Prompt, SamplingFields, SamplingParams
 from jllama.generation.text import Completion, encode_prompt
 from jllama.models.language_model import LanguageModel
@@ -137,7 +136,7 @@ def completions(
     if not prompts:
         return
     num_slots = min(batch_size or len(prompts), len(prompts))
-    engine = _batch_engine(model, num_slots, speculate, len(prompts) > 1)
+    engine = batch_engine(model, num_slots, speculate, len(prompts) > 1)
     # Equal prompts follow each other, and are computed once.
     waiting = sorted(
         range(len(prompts)),
@@ -153,50 +152,10 @@ def completions(
                 yield indices.pop(row), event.completion
 
 
-def warm_up(
-    model: LanguageModel,
-    lengths: Sequence[int],
-    batches: Sequence[int] = (1,),
-    *,
-    max_new_tokens: int | None = None,
-    speculate: int = 0,
-) -> None:
-    """Compile ahead for ``generate`` and ``stream``, not for later turns of a ``Conversation``.
-
-    Examples:
-        >>> model = jllama.load("smollm2/")
-        >>> jllama.warm_up(model, lengths=[16], batches=[1], max_new_tokens=4)
-
-    Args:
-        model: the model.
-        lengths: of prompts, in tokens; each stands for all that are padded to the same power of
-            two.
-        batches: how many prompts at once.
-        max_new_tokens: the maximum that will be requested; None is the end of the context.
-        speculate: as in ``generate``.
-    """
-    model = model.for_decoding()
-    prompts = [
-        encode_prompt(model, Prompt([0] * length, max_new_tokens=max_new_tokens))
-        for length in lengths
-    ]
-    max_len = max((prompt.limit(model.config.max_seq_len) for prompt in prompts), default=0)
-    # One length for each size of the cache: it grows from one to the next.
-    cache_lens = sorted(
-        {min(128 << doublings, max_len) for doublings in range(max_len.bit_length())}
-    )
-    for num_slots, prompt in itertools.product(batches, prompts):
-        engine = _batch_engine(model, num_slots, speculate, num_slots > 1)
-        for cache_len in cache_lens:
-            engine.make_room(cache_len)
-            engine.reset()
-            max_new = int(cache_len > len(prompt.ids))
-            engine.warm_up(Request(dataclasses.replace(prompt, max_new_tokens=max_new)))
-
-
-def _batch_engine(
+def batch_engine(
     model: LanguageModel, num_slots: int, speculate: int, caches_prefixes: bool
 ) -> Engine:
+    """Return an engine for many texts at once; ``UsageError`` if they exceed the memory."""
     check_batch(model.config, num_slots, speculate)
     prefix_tokens = _PREFIX_TOKENS if caches_prefixes else 0
     return Engine(model, num_slots, draft_len=speculate, prefix_tokens=prefix_tokens)

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from jllama.core.engine import DecodeBatch, append_token
 from jllama.core.model import Llama
-from jllama.generation.decode_batch import DecodeBatch, append_token
+from jllama.generation.sampler import draw_tokens
 
 _MIN_MATCH = 2
 _MAX_MATCH = 3
@@ -27,7 +28,8 @@ def lookup_step(
         lambda: _verify_drafts(llama, batch, takes, drafts[:, :0]),
     )
     # These are large and unchanged: nothing needs to be copied out of the branches.
-    return updated._replace(seen=batch.seen, settings=batch.settings)
+    unchanged = {"seen": batch.sampling.seen, "settings": batch.sampling.settings}
+    return updated._replace(sampling=updated.sampling._replace(**unchanged))
 
 
 def _verify_drafts(
@@ -52,12 +54,15 @@ def _verify_drafts(
         """Append the token drawn at a position; a row goes on if its next draft is this token."""
         batch, takes = carry
         cache = batch.cache._replace(lengths=batch.cache.lengths + takes.astype(jnp.int32))
-        batch, token = append_token(batch._replace(cache=cache), logits[:, position], takes)
+        batch = batch._replace(cache=cache)
+        batch, token = append_token(batch, logits[:, position], takes, draw_tokens)
         is_right = takes & (next_drafts[:, position] == token)
-        batch = batch._replace(accepted=batch.accepted + is_right.astype(jnp.int32))
+        accepted = batch.sampling.accepted + is_right.astype(jnp.int32)
+        batch = batch._replace(sampling=batch.sampling._replace(accepted=accepted))
         return (batch, is_right & ~batch.finished), None
 
-    batch = batch._replace(cache=cache._replace(lengths=lengths), drafted=batch.drafted + drafted)
+    sampling = batch.sampling._replace(drafted=batch.sampling.drafted + drafted)
+    batch = batch._replace(cache=cache._replace(lengths=lengths), sampling=sampling)
     (batch, _), _ = jax.lax.scan(append, (batch, takes), jnp.arange(inputs.shape[1]))
     return batch
 

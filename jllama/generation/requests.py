@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from jllama.core import engine as core
 from jllama.generation.sampling_params import Prompt
 from jllama.generation.text import Completion, TextDecoder
 
@@ -53,22 +54,19 @@ class Answer(NamedTuple):
     pooled: tuple[float, ...] = ()  # the sum of the activations or the last one, see ``pooling``
 
 
-@dataclasses.dataclass(eq=False)
-class Row:
-    """A request from the queue to the end of its answer."""
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Row(core.Row):
+    """A request from the queue to the end of its answer, whose ``tokens`` are ``Token``."""
 
     request: Request
     text: TextDecoder
-    max_new_tokens: int  # until the prompt's limit or the engine's context ends the answer
     chunk_keys: dict[int, bytes]  # prefix-cache keys, by the first token of each whole chunk
-    slot: int = -1  # in the batch, once it is admitted
     num_prefilled: int = 0  # prompt tokens whose keys and values are computed
     num_cached: int = 0  # those of them that were taken from a cache
-    num_steps: int = 0  # decoding steps dispatched for it
-    ended: bool = False
     pooled: Any = ()  # activations of the prompt, reduced as ``Request.pooling`` says
     prompt_tokens: list[Token] = dataclasses.field(default_factory=list)
-    tokens: list[Token] = dataclasses.field(default_factory=list)
+    drafted: int = 0  # tokens that prompt lookup drafted
+    accepted: int = 0  # those of them that were right
     num_emitted: int = 0  # tokens that pieces have reported
     arrival_s: float = dataclasses.field(default_factory=time.monotonic)
     first_token_s: float = 0.0  # when the first token was read
@@ -79,7 +77,7 @@ class Row:
 
         Decoding computes the last one, unless pooling needs it.
         """
-        num_tokens = len(self.request.prompt.ids)
+        num_tokens = len(self.ids)
         return num_tokens if self.request.pooling else num_tokens - 1
 
     @property
@@ -95,25 +93,30 @@ class Row:
         else:
             self.pooled = (self.pooled if self.num_prefilled else 0) + states.sum(axis=0)
 
-    def push(self, tokens: list[Token]) -> list[Piece]:
-        """Add generated tokens until one ends the text.
+    def push(self, block: Any, count: int) -> list[Piece]:
+        """Add the first ``count`` tokens of a block until one ends the text.
 
         Return the text and tokens that are final.
         """
         if not self.tokens:
             self.first_token_s = time.monotonic()
+        record = block.record
+        self.drafted = int(record.drafted[self.slot])
+        self.accepted = int(record.accepted[self.slot])
+        top = [array[:, self.slot] for array in record.top]
+        arrays = block.tokens[self.slot], block.log_probs[self.slot], top
         text = ""
-        for token in tokens:
+        for token in make_tokens(count, self.request.top, *arrays):
             if self.text.finish_reason:
                 break
             self.tokens.append(token)
             text += self.text.push(token.id, token.log_prob or 0.0)
         return self._emit(text, self.text.num_tokens_shown)
 
-    def finish(self, drafted: int, accepted: int) -> list[Piece | Answer]:
+    def finish(self) -> list[Piece | Answer]:
         """Return the rest of the text, and the answer."""
         rest = self.text.end()
-        completion = self.text.completion(drafted, accepted)
+        completion = self.text.completion(self.drafted, self.accepted)
         num_tokens = len(completion.ids)
         tokens = tuple(self.tokens[:num_tokens])
         prompt_tokens = tuple(self.prompt_tokens)

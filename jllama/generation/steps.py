@@ -13,20 +13,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jllama.core import engine as core
 from jllama.core.config import LlamaConfig
-from jllama.core.model import KVCache, Llama
-from jllama.generation.decode_batch import DecodeBatch, append_token
+from jllama.core.engine import STEPS, Block, DecodeBatch
+from jllama.core.model import KVCache
 from jllama.generation.requests import MAX_TOP
+from jllama.generation.sampler import draw_tokens
 from jllama.models.build import build_model
 from jllama.models.decode_params import DecodeParams
 from jllama.parallel.shards import batch_shardings
 
-STEPS = 16
-"""The largest number of decoding steps between two reads by the host."""
 _COPIED_TOKENS = 128  # copied at a time from one cache into another
 Chunk = tuple[tuple[Array, ...], tuple[Array, ...]]
 """Keys and values of a chunk of one row's tokens, an array for each layer."""
-_Carry = tuple[Array, DecodeBatch, Any]  # step, batch, most likely tokens of the steps
 
 
 def call_directly(function: Callable[..., Any], *args: Any) -> Any:
@@ -38,11 +37,9 @@ call_program = call_directly
 """How the engine calls programs; commands replace it by ``jllama.system.programs.call``."""
 
 
-class Block(NamedTuple):
-    """What a block of decoding steps gave each row."""
+class Record(NamedTuple):
+    """What blocks of decoding steps give each row besides tokens."""
 
-    tokens: Int[Array, "batch new"]  # new tokens in order, padded with -1
-    log_probs: Float[Array, "batch new"]  # from the raw logits, in nats
     drafted: Int[Array, "batch"]  # tokens that prompt lookup drafted since the row joined
     accepted: Int[Array, "batch"]  # those of them that were right
     # The most likely tokens of each step and their log-probabilities; zeros unless requested.
@@ -71,10 +68,8 @@ def prefill_chunk(
 @functools.partial(jax.jit, static_argnames="config")
 def prefill_short(params: DecodeParams, config: LlamaConfig, tokens: Any, counts: Any) -> KVCache:
     """Return a new cache with the first ``counts`` tokens of several prompts ``[batch, seq]``."""
-    rows, seq = tokens.shape
-    cache = KVCache.zeros(config, rows, seq, params.dtype)
     llama = build_model(config, params)
-    return llama.decode(jnp.asarray(tokens), cache, jnp.asarray(counts), cache_is_empty=True)[1]
+    return core.prefill(llama, jnp.asarray(tokens), jnp.asarray(counts))
 
 
 @functools.partial(jax.jit, static_argnames="size")
@@ -108,18 +103,21 @@ def score_chunk(
 @functools.partial(jax.jit, donate_argnames="batch")
 def join(batch: DecodeBatch, one: DecodeBatch, computed_row: Any, row: Any) -> DecodeBatch:
     """Put a batch of one row, with row ``computed_row`` of its cache, into ``row`` of another."""
-    put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=row, axis=0)
-    length = jax.lax.dynamic_slice_in_dim(one.cache.lengths, computed_row, 1)
-    keys = batch.cache.keys
-    values = batch.cache.values
+    return _on_same_devices(core.join(batch, one, computed_row, row, _copy_row))
+
+
+def _copy_row(source: KVCache, computed_row: Any, target: KVCache, row: Any) -> KVCache:
+    """Copy the tokens that a row of one cache has into a row of another."""
+    length = jax.lax.dynamic_slice_in_dim(source.lengths, computed_row, 1)
+    keys = target.keys
+    values = target.values
     if keys:
-        max_len = one.cache.keys[0].shape[2]
+        max_len = source.keys[0].shape[2]
         size = _COPIED_TOKENS if max_len % _COPIED_TOKENS == 0 else max_len
-        copy = functools.partial(_copy_tokens, one.cache, computed_row, row, size)
+        copy = functools.partial(_copy_tokens, source, computed_row, row, size)
         keys, values = jax.lax.fori_loop(0, -(-length[0] // size), copy, (keys, values))
-    cache = KVCache(keys, values, put(batch.cache.lengths, length))
-    others = [jax.tree.map(put, *fields) for fields in zip(batch[1:], one[1:], strict=True)]
-    return _on_same_devices(DecodeBatch(cache, *others))
+    lengths = jax.lax.dynamic_update_slice_in_dim(target.lengths, length, row, axis=0)
+    return KVCache(keys, values, lengths)
 
 
 def _copy_tokens(
@@ -149,74 +147,45 @@ def decode_block(
     tops: Any,
     draft_len: int,
 ) -> tuple[DecodeBatch, Block]:
-    """Run up to ``steps`` decoding steps (at most ``STEPS``).
+    """Take up to ``steps`` decoding steps, see ``core.decode_steps``.
 
-    Each gives every unfinished row a token or more.
-
-    A loop on the device, which ends early when no row goes on. Each row takes at most ``quotas``
-    tokens. With a ``draft_len`` each step drafts that many tokens (prompt lookup), which changes no
-    token. ``tops`` says whether any row wants the most likely tokens, which drafts do not have.
+    With a ``draft_len`` each step drafts that many tokens (prompt lookup), which changes no token.
+    ``tops`` says whether any row wants the most likely tokens, which drafts do not have.
     """
     llama = build_model(config, params)
-    first = batch.cache.lengths
-    quotas = jnp.asarray(quotas)
-    shape = STEPS, len(first), MAX_TOP
+    shape = STEPS, len(batch.finished), MAX_TOP
     top = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
 
-    def takes(batch: DecodeBatch) -> Array:
-        return ~batch.finished & (batch.cache.lengths - first < quotas)
-
-    def goes_on(carry: _Carry) -> Array:
-        return (carry[0] < steps) & jnp.any(takes(carry[1]))
-
-    def step(carry: _Carry) -> _Carry:
-        index, batch, top = carry
+    def step(index: Array, batch: DecodeBatch, takes: Array, top: Any) -> tuple[DecodeBatch, Any]:
         if draft_len:
             from jllama.generation.prompt_lookup import lookup_step  # where texts are guessed
 
-            return index + 1, lookup_step(llama, batch, takes(batch), draft_len), top
-        batch, logits = _decode_step(llama, batch, takes(batch))
+            return lookup_step(llama, batch, takes, draft_len), top
+        batch, logits = core.decode_step(llama, batch, takes, draw_tokens)
         put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
         top = jax.lax.cond(
             tops, lambda: tuple(map(put, top, _top_tokens(jax.nn.log_softmax(logits)))), lambda: top
         )
-        return index + 1, batch, top
+        return batch, top
 
-    _, batch, top = jax.lax.while_loop(goes_on, step, (jnp.int32(0), batch, top))
-    # The new tokens follow those that each row had before.
-    slots = first[:, None] + 1 + jnp.arange(STEPS * (draft_len + 1), dtype=jnp.int32)
-    is_new = slots <= batch.cache.lengths[:, None]
-    slots = jnp.minimum(slots, batch.tokens.shape[1] - 1)
-    tokens = jnp.where(is_new, jnp.take_along_axis(batch.tokens, slots, axis=1), -1)
-    log_probs = jnp.take_along_axis(batch.log_probs, slots, axis=1)
-    return _on_same_devices(batch), Block(tokens, log_probs, batch.drafted, batch.accepted, top)
-
-
-def _decode_step(
-    llama: Llama, batch: DecodeBatch, takes: Array
-) -> tuple[DecodeBatch, Float[Array, "batch vocab"]]:
-    """Append a token to every row that ``takes`` one; return the logits as well."""
-    last = jnp.take_along_axis(batch.tokens, batch.cache.lengths[:, None], axis=1)
-    hidden, cache = llama.decode(last, batch.cache, takes.astype(jnp.int32))
-    logits = llama.logits(hidden)[:, 0]
-    return append_token(batch._replace(cache=cache), logits, takes)[0], logits
+    max_new_tokens = STEPS * (draft_len + 1)
+    quotas = jnp.asarray(quotas)
+    batch, block = core.decode_steps(batch, quotas, steps, step, top, max_new_tokens)
+    record = Record(batch.sampling.drafted, batch.sampling.accepted, block.record)
+    return _on_same_devices(batch), block._replace(record=record)
 
 
 @functools.partial(jax.jit, static_argnames="max_len")
-def resize(batch: DecodeBatch, max_len: int) -> DecodeBatch:
-    """Return the batch with room for ``max_len`` tokens in each row."""
+def extend(arrays: Any, max_len: int) -> Any:
+    """Pad arrays ``[batch, kv_heads, seq, head_dim]`` and ``[batch, seq]`` to ``max_len``."""
 
     def pad(leaf: Array) -> Array:
-        """Pad ``[batch, kv_heads, max_len, head_dim]`` or ``[batch, max_len]``."""
         padding = [(0, 0)] * leaf.ndim
         axis = 2 if leaf.ndim == 4 else 1
         padding[axis] = 0, max_len - leaf.shape[axis]
         return jnp.pad(leaf, padding)
 
-    arrays = batch.cache.keys, batch.cache.values, batch.tokens, batch.log_probs
-    keys, values, tokens, log_probs = jax.tree.map(pad, arrays)
-    cache = KVCache(keys, values, batch.cache.lengths)
-    return _on_same_devices(batch._replace(cache=cache, tokens=tokens, log_probs=log_probs))
+    return _on_same_devices(jax.tree.map(pad, arrays))
 
 
 def kv_bytes(config: LlamaConfig, dtype: Any, num_tokens: int) -> int:
@@ -234,9 +203,9 @@ def _top_tokens(
     return jnp.pad(ids.astype(jnp.int32), padding), jnp.pad(values.astype(jnp.float32), padding)
 
 
-def _on_same_devices(batch: DecodeBatch) -> DecodeBatch:
-    """Constrain the result to the batch's own sharding, or the next call would compile again."""
-    mesh = jax.typeof(batch.finished).sharding.mesh
+def _on_same_devices(rows: Any) -> Any:
+    """Constrain arrays of rows to their own sharding, or the next call would compile again."""
+    mesh = jax.typeof(jax.tree.leaves(rows)[0]).sharding.mesh
     if mesh.empty:
-        return batch
-    return jax.lax.with_sharding_constraint(batch, batch_shardings(mesh, batch))
+        return rows
+    return jax.lax.with_sharding_constraint(rows, batch_shardings(mesh, rows))

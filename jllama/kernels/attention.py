@@ -12,9 +12,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Float
 
-from jllama.core.ops import Index, Mask, attention_scores, group_queries
+from jllama.core.ops import (
+    Index,
+    Keys,
+    Mask,
+    Queries,
+    attention_scores,
+    group_queries,
+    masked_softmax,
+)
 
 Arrays = tuple[Array, ...]
 
@@ -24,6 +32,14 @@ _CACHE_BLOCK = 256  # keys
 _CACHE_QUERIES = 128
 ATTENDED = "attended"
 """The name, for ``jax.checkpoint``, of what the backward pass of attention in blocks needs."""
+
+
+def attention_weights(
+    query: Queries, key: Keys, mask: Bool[Array, "#batch #seq kv_seq"]
+) -> Float[Array, "batch heads seq kv_seq"]:
+    """Compute ``softmax(q k^T / sqrt(head_dim))``, the weights of the values, in float32."""
+    weights = masked_softmax(attention_scores(group_queries(query, key), key), mask[:, None, None])
+    return weights.reshape(*query.shape[:3], key.shape[2])
 
 
 # Online softmax: over some keys at a time

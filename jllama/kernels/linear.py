@@ -1,4 +1,4 @@
-"""Matrices that stand in for arrays in products: laid out for decoding, or with an adapter."""
+"""Matrices laid out for decoding, which stand in for arrays in products."""
 
 import dataclasses
 import functools
@@ -85,74 +85,6 @@ class DecodeMatrix:
         on_cpu = split_product if is_few else _late_product
         product = jax.lax.platform_dependent(x, self.values, cpu=on_cpu, default=_product)
         return (product * self.scale.astype(product.dtype)).astype(dtype)
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["base", "a", "b", "magnitude"],
-    meta_fields=["scale"],
-)
-@dataclasses.dataclass(frozen=True)
-class AdaptedMatrix:
-    """A matrix ``W`` with a LoRA or DoRA adapter, for products ``x @ matrix``.
-
-    LoRA: ``x W + scale (x a) b`` (arXiv:2106.09685, eq. 3). DoRA stretches each output of
-    ``W + scale a b`` to the length ``magnitude``; the original length is a constant to gradients
-    (arXiv:2402.09353, eq. 11).
-
-    Attributes:
-        base: Float[Array, "inputs outputs"], or with several axes of inputs or outputs.
-        a: Float[Array, "inputs rank"].
-        b: Float[Array, "rank outputs"].
-        magnitude: Float[Array, "outputs"]; None for LoRA.
-        scale: the factor of the adapter's product.
-    """
-
-    base: Any
-    a: Any
-    b: Any
-    magnitude: Any
-    scale: float
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the matrix."""
-        return self.base.shape
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype of the matrix."""
-        return self.base.dtype
-
-    def reshape(self, rows: int, columns: int) -> "AdaptedMatrix":
-        """Flatten to ``[inputs, outputs]``; -1 is allowed as in NumPy."""
-        return dataclasses.replace(self, base=self.base.reshape(rows, columns))
-
-    def __getitem__(self, rows: Any) -> "AdaptedMatrix":
-        """Return the matrix itself, for ``[...]``."""
-        return self
-
-    def __rmatmul__(self, x: Float[Array, "tokens inputs"]) -> Float[Array, "tokens outputs"]:
-        product = x @ self.base + self.scale * ((x @ self.a) @ self.b)
-        return product if self.magnitude is None else product * self._stretch()
-
-    def merge(self) -> Array:
-        """Return one array that gives the same products, with the axes of ``base``."""
-        whole = self._sum()
-        if self.magnitude is not None:
-            whole = whole * self._stretch()
-        return whole.reshape(self.base.shape)
-
-    def _sum(self) -> Float[Array, "inputs outputs"]:
-        return self.base.reshape(len(self.a), -1) + self.scale * (self.a @ self.b)
-
-    def _stretch(self) -> Float[Array, "outputs"]:
-        return self.magnitude / jax.lax.stop_gradient(output_lengths(self._sum()))
-
-
-def output_lengths(matrix: Float[Array, "*lead inputs outputs"]) -> Float[Array, "*lead outputs"]:
-    """Compute the Euclidean length of each output of a matrix, over its inputs."""
-    return jnp.sqrt(jnp.sum(jnp.square(matrix), axis=-2))
 
 
 def project(

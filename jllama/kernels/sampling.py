@@ -13,11 +13,14 @@ A banned token's logit stays minus infinity; where all are banned, the draw is t
 sorted, which is slow on a CPU: truncations find their threshold by bisection.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int32, Key, Num, UInt32
+
+from jllama.core import ops
 
 Logits = Float[Array, "batch vocab"]
 Chosen = Bool[Array, "batch vocab"]
@@ -136,15 +139,16 @@ def truncated_logits(
     They are divided by the temperature, and minus infinity where truncated. The largest is shifted
     to 0, so that no temperature overflows. ``settings`` are values for ``TRUNCATIONS``.
     """
+    return _truncate(settings, ops.tempered_logits(logits, temperature))
+
+
+def _truncate(settings: Mapping[str, Array], logits: Logits) -> Logits:
+    """Apply truncations to logits that are divided by the temperature."""
     unknown = settings.keys() - TRUNCATIONS
     if unknown:
         raise TypeError(
             f"there is no truncation {min(unknown)}; jllama.functional.TRUNCATIONS has the others"
         )
-    logits = jnp.minimum(logits.astype(jnp.float32), _FLOAT32.max)
-    largest = jnp.max(logits, axis=-1, keepdims=True)
-    logits = logits - jnp.where(jnp.isfinite(largest), largest, 0)  # -inf where all are banned
-    logits = logits / jnp.maximum(temperature, _FLOAT32.tiny)[:, None]
     for name, mask in TRUNCATIONS.items():
         if name in settings:
             logits = jnp.where(mask(logits, settings[name]), logits, -jnp.inf)
@@ -190,16 +194,7 @@ def sample(
         >>> print(sample(logits, jax.random.split(jax.random.key(0), 1), temperature=jnp.zeros(1)))
         [1]
     """
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-    def draw() -> Array:
-        noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
-        noisy = truncated_logits(logits, temperature, **settings) + noise
-        # XLA would fuse argmax with the noise into one scalar loop, on a CPU three times slower
-        # than top_k.
-        return jnp.where(temperature > 0, jax.lax.top_k(noisy, 1)[1][:, 0], greedy)
-
-    return jax.lax.cond(jnp.any(temperature > 0), draw, lambda: greedy)
+    return ops.sample(logits, keys, temperature, functools.partial(_truncate, settings))
 
 
 def _keep_likeliest(

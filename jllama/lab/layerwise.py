@@ -13,11 +13,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jaxtyping import Array, Float, Float32, Float64
 
 from jllama import functional as F
 from jllama.core.config import LlamaConfig
-from jllama.core.model import attention_inputs, build_layer
+from jllama.core.model import Layer, attention_inputs, new_layer
 from jllama.core.parameters import Params, shape_of
 from jllama.formats.specs import TensorSpec, as_matrix, tensor_specs
 from jllama.formats.tensors import Checkpoint, blocks
@@ -207,6 +208,11 @@ def run_layerwise(
         oracle_logits[:, rows] = hidden @ block.astype(np.float64).T
         jax_logits[:, rows] = project(jax_hidden, block.T)
     return LayerwiseRun(oracle_logits, jax_logits, errors, reader.fingerprint, reader.damage)
+
+
+def build_layer(config: LlamaConfig, weights: Params) -> Layer:
+    """Build one block from its weights, a value of an unstacked ``params["layers"]``."""
+    return nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: new_layer(config, 0))), weights)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "index"))

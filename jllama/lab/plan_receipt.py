@@ -16,7 +16,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jllama.core import JllamaError
 from jllama.core.config import LlamaConfig
 from jllama.core.model import KVCache, abstract_params
-from jllama.core.parameters import training_flops_per_token
 from jllama.core.step import Batch
 from jllama.formats.specs import tensor_specs
 from jllama.functional import choose_cache_attention
@@ -27,10 +26,12 @@ from jllama.models.decode_params import DecodeParams, Quantization, decode_layou
 from jllama.parallel.config import MeshConfig
 from jllama.parallel.sharding import check_divides, make_mesh, matrix_sharding
 from jllama.parallel.shards import AXES, batch_shardings
-from jllama.system.devices import ACCELERATORS, Accelerator, device_bytes, program_bytes
+from jllama.system.devices import ACCELERATORS, Accelerator
 from jllama.system.files import Json
+from jllama.system.memory import device_bytes, program_bytes
 from jllama.training.compiling import Training, check_batch_divides, compile_training
 from jllama.training.config import TrainConfig
+from jllama.training.metrics import training_flops_per_token
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

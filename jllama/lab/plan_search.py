@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from jllama.core import JllamaError, UsageError
-from jllama.core.parameters import count_parameters, training_flops_per_token
+from jllama.core.parameters import count_parameters
 from jllama.functional import ATTENTION, Mask, is_installed
 from jllama.lab.plan_devices import interconnect_s, topology_devices
 from jllama.lab.plan_receipt import (
@@ -26,6 +26,7 @@ from jllama.parallel.sharding import check_divides, ruleset
 from jllama.parallel.shards import AXES
 from jllama.system.devices import Accelerator
 from jllama.training.config import TrainConfig
+from jllama.training.metrics import training_flops_per_token
 
 _REMAT = ("none", "dots", "block", "offload")
 """Each stores less than the one before."""

@@ -16,7 +16,6 @@ from jllama.core.config import LlamaConfig
 from jllama.core.model import TokenIds, as_token_ids
 from jllama.core.parameters import Params
 from jllama.models.build import build_model
-from jllama.models.capture import activations, check_names
 from jllama.models.decode_params import DecodeParams, Quantization, decode_layout
 from jllama.system.errors import no_tokenizer
 from jllama.tokenizers.base import Tokenizer
@@ -97,6 +96,8 @@ class LanguageModel:
             activations = model.capture([[1, 15, 8]], ["layers/3", "layers/0/attention_weights"])
             print(activations["layers/3"].shape)
         """
+        from jllama.models.capture import activations, check_names
+
         names = tuple(names)
         check_names(self.config, names)
         segments = None if segments is None else jnp.asarray(segments)

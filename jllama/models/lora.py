@@ -17,7 +17,8 @@ from jaxtyping import Array, Key
 from jllama.core import UsageError
 from jllama.core.config import LlamaConfig
 from jllama.core.parameters import Params, map_by_path, matrix_shape, parameter_table, shape_of
-from jllama.kernels.linear import AdaptedMatrix, DecodeMatrix, decode_matrix, output_lengths
+from jllama.kernels.adapted import AdaptedMatrix, output_lengths
+from jllama.kernels.linear import DecodeMatrix, decode_matrix
 from jllama.models.config import LoraConfig
 
 

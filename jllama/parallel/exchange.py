@@ -21,7 +21,7 @@ from jllama.core import UsageError
 from jllama.core.config import LlamaConfig
 from jllama.core.parameters import Params, map_by_path, parameter_table, shape_of
 from jllama.core.step import Exchanges, Outputs, Targets
-from jllama.kernels.linear import AdaptedMatrix
+from jllama.kernels.adapted import AdaptedMatrix
 from jllama.parallel.sharding import gather_groups, gather_weight, row_spec
 from jllama.parallel.shards import BATCH
 

@@ -17,7 +17,7 @@ import jax
 
 import jllama
 from jllama.core import UsageError
-from jllama.generation.decode_batch import MAX_STOPS
+from jllama.core.engine import MAX_STOPS
 from jllama.generation.engine import MIN_CHUNK, Engine
 from jllama.generation.generate import BLOCK_S
 from jllama.generation.requests import Answer, Request, Row
@@ -28,8 +28,9 @@ from jllama.models.language_model import LanguageModel, weights_fingerprint
 from jllama.serve import metrics
 from jllama.serve.config import EngineConfig
 from jllama.serve.requests import Busy, Deliver, Event, Failure
-from jllama.system.devices import device_bytes, device_memory_bytes, num_cores
+from jllama.system.devices import device_memory_bytes, num_cores
 from jllama.system.errors import ContextError
+from jllama.system.memory import device_bytes
 
 CLIENTS = 4
 """The whole queue is this many times ``EngineConfig.queue``, so that no client can fill it."""

@@ -1,17 +1,7 @@
-"""Devices: memory, published rates and descriptions of this machine's, and those of other kinds."""
+"""Devices: memory and published rates of this machine's, and of other kinds."""
 
-import contextlib
-import ctypes
-import math
 import os
-import re
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, NamedTuple
-
-import jax
-import jax.numpy as jnp
-from jax.sharding import Mesh
 
 
 class Accelerator(NamedTuple):
@@ -41,8 +31,6 @@ class Accelerator(NamedTuple):
     node: int = 8
 
 
-_M_TRIM_THRESHOLD = -1  # of <malloc.h>
-_M_MMAP_MAX = -4
 _GIB = 2**30
 _H100_BYTES = 84942979072
 ACCELERATORS = {
@@ -105,36 +93,6 @@ def loss_chunk_tokens(device: Any, vocab_size: int) -> int:
     return min(max_tokens, max(chunk_bytes // (4 * max(vocab_size, 1)), 1))
 
 
-def keep_freed_memory() -> None:
-    """Let this process keep the memory that it frees, for the next step of a program on a CPU.
-
-    Otherwise glibc returns each large temporary to the system, which clears its pages for every
-    step.
-    """
-    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_MMAP_MAX, 0)
-        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-
-
-def device_bytes(tree: Any) -> int:
-    """Return the bytes that arrays, or abstract ones, take on one device."""
-    total = 0
-    for leaf in jax.tree.leaves(tree):
-        sharding = getattr(leaf, "sharding", None)
-        shape = sharding.shard_shape(leaf.shape) if sharding else leaf.shape
-        bits = 4 if leaf.dtype == jnp.uint4 else 8 * leaf.dtype.itemsize  # uint4's itemsize is 1
-        total += math.prod(shape) * bits // 8
-    return total
-
-
-def program_bytes(compiled: Any) -> tuple[int, int]:
-    """Return the bytes of a compiled program on one device: of its arguments, and of all else."""
-    memory = compiled.memory_analysis()
-    fresh = max(0, memory.output_size_in_bytes - memory.alias_size_in_bytes)
-    return memory.argument_size_in_bytes, memory.temp_size_in_bytes + fresh
-
-
 def num_cores() -> int:
     """Return how many processor cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
@@ -154,44 +112,3 @@ def device_memory_bytes(device: Any) -> int | None:
     if device.platform == "cpu":
         return machine_memory_bytes()
     return (device.memory_stats() or {}).get("bytes_limit")
-
-
-def peak_bytes(devices: Iterable[Any]) -> int | None:
-    """Return the largest memory use of any device so far; None on CPUs, which report none."""
-    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
-    return max(filter(None, peaks), default=None)
-
-
-def describe_devices(mesh: Mesh) -> str:
-    """Return a text such as ``one CPU`` or ``8 x TPU v5 lite``."""
-    kind = mesh.devices.flat[0].device_kind.replace("cpu", "CPU")
-    return f"one {kind}" if mesh.size == 1 else f"{mesh.size} x {kind}"
-
-
-def describe_driver(device: Any, root: Path = Path("/")) -> str:
-    """Describe what the bits of a GPU depend on: CUDA, driver, XLA's flags; empty for others."""
-    if device.platform != "gpu":
-        return ""
-    parts = [" ".join(device.client.platform_version.split())]
-    with contextlib.suppress(OSError):
-        text = (root / "proc/driver/nvidia/version").read_text(encoding="utf-8")
-        version = re.search(r"\b\d{3,}\.\d+[.\d]*", text)
-        if version:
-            parts.append(f"driver {version[0]}")
-    if os.environ.get("XLA_FLAGS"):
-        parts.append(f"XLA_FLAGS {os.environ['XLA_FLAGS']}")
-    return ", ".join(parts)
-
-
-def idle_accelerator(root: Path = Path("/")) -> str | None:
-    """Return advice if JAX is installed for the CPU alone and this machine has a GPU or TPU."""
-    if jax.default_backend() != "cpu" or os.environ.get("JAX_PLATFORMS"):
-        return None
-    advice = (
-        "this machine has {} but JAX sees none: pip install 'jllama[{}]', or set JAX_PLATFORMS=cpu"
-    )
-    if (root / "proc/driver/nvidia").exists() or (root / "dev/nvidia0").exists():
-        return advice.format("an NVIDIA GPU", "cuda")
-    if list((root / "dev").glob("accel*")) or "TPU_WORKER_ID" in os.environ:
-        return advice.format("a TPU", "tpu")
-    return None

@@ -24,9 +24,10 @@ from jllama.parallel import distributed
 from jllama.parallel.exchange import BY_HAND, Parallelism
 from jllama.parallel.sharding import make_mesh, ruleset, state_sharding
 from jllama.parallel.shards import BATCH
-from jllama.system.devices import keep_freed_memory, loss_chunk_tokens
+from jllama.system.devices import loss_chunk_tokens
 from jllama.system.errors import unknown_name
 from jllama.system.files import AUTOTUNING
+from jllama.system.machine import keep_freed_memory
 from jllama.training.config import TrainConfig
 from jllama.training.objectives import OBJECTIVES, drawn_scores, row_log_probs
 from jllama.training.optimizer import make_optimizer

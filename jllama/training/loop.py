@@ -16,15 +16,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from jllama.core import JllamaError, UsageError
-from jllama.core.parameters import training_flops_per_token
 from jllama.core.step import Batch, StepMetrics, TrainState
 from jllama.parallel import distributed
-from jllama.system.devices import device_memory_bytes, peak_bytes, program_bytes
+from jllama.system.devices import device_memory_bytes
 from jllama.system.files import CHECKPOINTS, METRICS, SAMPLES, SKIPPED
+from jllama.system.memory import peak_bytes, program_bytes
 from jllama.training.compiling import Training, autotuning_options, compile_training, put_on_devices
 from jllama.training.config import TrainConfig
 from jllama.training.events import REPORT_EVERY_S, Event
-from jllama.training.metrics import Evaluation, is_out_of_patience, note_of, summarize
+from jllama.training.metrics import (
+    Evaluation,
+    is_out_of_patience,
+    note_of,
+    summarize,
+    training_flops_per_token,
+)
 from jllama.training.optimizer import learning_rate_at
 
 if TYPE_CHECKING:

@@ -28,14 +28,7 @@ from jllama.formats.tensors import Checkpoint, base_fingerprint, load_params
 from jllama.models.build import check_attention
 from jllama.parallel import distributed
 from jllama.parallel.sharding import ruleset
-from jllama.system.devices import (
-    describe_devices,
-    describe_driver,
-    device_bytes,
-    device_memory_bytes,
-    idle_accelerator,
-    loss_chunk_tokens,
-)
+from jllama.system.devices import device_memory_bytes, loss_chunk_tokens
 from jllama.system.errors import shell_command
 from jllama.system.files import (
     CHECKPOINTS,
@@ -47,6 +40,8 @@ from jllama.system.files import (
     errors_as,
     read_lines,
 )
+from jllama.system.machine import describe_devices, describe_driver, idle_accelerator
+from jllama.system.memory import device_bytes
 from jllama.system.progress import progress
 from jllama.tokenizers.loading import has_tokenizer
 from jllama.training import run_folder

@@ -12,8 +12,8 @@ import jllama
 from jllama.formats.receipt import RECEIPT, read_receipt
 from jllama.parallel.distributed import process_index
 from jllama.system.cache import source_hash
-from jllama.system.devices import describe_devices, describe_driver
 from jllama.system.files import Json, atomic_write_text
+from jllama.system.machine import describe_devices, describe_driver
 from jllama.training.config import TrainConfig
 from jllama.training.run_folder import config_fields
 

@@ -17,12 +17,12 @@ from helpers import run_command, slow_but
 
 from jllama.commands import bench, cli
 from jllama.core.config import LlamaConfig
-from jllama.core.parameters import training_flops_per_token
 from jllama.formats.registry import save
 from jllama.lab.checks import random_params
 from jllama.models.language_model import LanguageModel
 from jllama.rl.worker import import_file
 from jllama.tokenizers.base import BytesTokenizer
+from jllama.training.metrics import training_flops_per_token
 
 CONTESTANTS = Path(__file__).parents[2] / "benchmarks" / "contestants"
 SMALL = LlamaConfig(vocab_size=259, num_layers=1, embed_dim=32, num_heads=2, max_seq_len=256)

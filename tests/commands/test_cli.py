@@ -429,7 +429,7 @@ def test_a_batch_that_cannot_fit_is_refused_before_it_is_made(small_run, capsys,
 
 
 def test_a_large_model_of_many_rows(monkeypatch):
-    from jllama.generation.decode_batch import check_batch
+    from jllama.generation.sampler import check_batch
 
     large = jllama.preset("llama3.1-8b")
     check_batch(large, 1)

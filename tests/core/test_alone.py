@@ -12,7 +12,7 @@ PROGRAM = """
 import functools, jax, optax
 import jax.numpy as jnp
 from jllama.core.config import LlamaConfig
-from jllama.core.model import KVCache, build_llama
+from jllama.core.engine import Engine, Row, Sampling
 from jllama.core.step import Batch, Setup, initial_state, take_step
 
 # The data: a text that repeats itself, one token a character.
@@ -32,18 +32,16 @@ for _ in range(100):
     state, metrics = step(state, batch)
 print(float(metrics.loss))
 
-# Sampling: the likeliest letters, one after the other, over a cache.
+# Sampling: two texts at once, the likeliest letters of one and drawn ones of the other.
 stacked = state.params["layers"]
 layers = {str(i): jax.tree.map(lambda leaf: leaf[i], stacked) for i in range(config.num_layers)}
-llama = build_llama(config, {**state.params, "layers": layers})
-decode = jax.jit(llama.decode)
-tokens, cache = ids[None, :4], KVCache.zeros(config, batch=1, max_len=64)
-written = text[:4]
-for _ in range(17):
-    hidden, cache = decode(tokens, cache, jnp.array([tokens.shape[1]]))
-    tokens = jnp.argmax(llama.logits(hidden[:, -1:]), axis=-1)
-    written += letters[int(tokens[0, 0])]
-print(written)
+engine = Engine(config, {**state.params, "layers": layers}, num_slots=2, max_len=64)
+prompt = ids[:4].tolist()
+rows = [engine.submit(Row(prompt, 17, (), Sampling(heat, seed=1))) for heat in (0.0, 0.5)]
+while engine.busy:
+    engine.step()
+written, drawn = (text[:4] + "".join(letters[id] for id in row.tokens) for row in rows)
+print(written, drawn, sep="\\n")
 """
 
 
@@ -62,7 +60,9 @@ def test_it_trains_and_writes(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    loss, written, file = done.stdout.splitlines()
+    loss, written, drawn, file = done.stdout.splitlines()
     assert float(loss) < 0.2
     assert written == "the core is a place. "
+    assert drawn[:4] == "the "
+    assert len(drawn) == len(written)
     assert Path(file).is_relative_to(tmp_path)

@@ -24,10 +24,10 @@ from jllama.core.parameters import (
     map_by_path,
     parameter_table,
     shape_of,
-    training_flops_per_token,
 )
 from jllama.models.build import build_model
 from jllama.models.presets import preset
+from jllama.training.metrics import training_flops_per_token
 
 LLAMA_32_1B = preset("llama3.2-1b")
 SMALL = LlamaConfig(

@@ -16,16 +16,15 @@ from models import SMALL, weights
 
 from jllama import functional as F
 from jllama.core import UsageError
+from jllama.core.engine import MAX_STOPS, STEPS
 from jllama.generation import engine as engines
 from jllama.generation import steps
-from jllama.generation.decode_batch import MAX_STOPS
 from jllama.generation.engine import Engine
 from jllama.generation.generate import completions
 from jllama.generation.grammar import Grammar
 from jllama.generation.prompt_lookup import draft_tokens
 from jllama.generation.requests import Answer, Piece, Request
 from jllama.generation.sampling_params import Prompt, SamplingParams
-from jllama.generation.steps import STEPS
 from jllama.generation.text import encode_prompt
 from jllama.lab.checks import random_params
 from jllama.models import oracle
@@ -149,7 +148,7 @@ def generated_by(prompts, params=PARAMS, num_slots=MATES, draft_len=0, tokenizer
     """The new tokens of each row, and their log-probabilities."""
     engine = Engine(LanguageModel(CONFIG, params, tokenizer), num_slots, draft_len=draft_len)
     rows, answers = answers_of(engine, prompts)
-    lengths = np.asarray(engine._batches[0].cache.lengths)
+    lengths = np.asarray(engine.batch.cache.lengths)
     found = [tokens_of(*pair) for pair in zip(rows, answers, strict=True)]
     # The device computed no more than it had to.
     for row, (ids, _) in zip(rows, found, strict=True):
@@ -357,15 +356,15 @@ def test_nothing_more_is_computed_when_every_row_has_ended(blocks):
     rows, answers = answers_of(engine, [prompt_of(prompt, GREEDY, 35, first) for prompt in PROMPTS])
     found = [tokens_of(*pair)[0] for pair in zip(rows, answers, strict=True)]
     assert found == [[token] for token in first]
-    assert np.asarray(engine._batches[0].finished).all()
+    assert np.asarray(engine.batch.finished).all()
     # Those of the prompts but the last tokens, and one step.
     lengths = [len(prompt) for prompt in PROMPTS]
-    assert np.asarray(engine._batches[0].cache.lengths).tolist() == lengths
+    assert np.asarray(engine.batch.cache.lengths).tolist() == lengths
     assert blocks == [[0, 1, 2]] * 2  # the second before the first was read
     assert engine.step() == []
     assert len(blocks) == 2
     arguments = np.full(MATES, STEPS, np.int32), np.int32(STEPS), np.bool_(False), 0
-    batch, block = steps.decode_block(PARAMS, CONFIG, engine._batches[0], *arguments)
+    batch, block = steps.decode_block(PARAMS, CONFIG, engine.batch, *arguments)
     assert np.all(np.asarray(block.tokens) == -1)
     assert np.asarray(batch.cache.lengths).tolist() == lengths
 
@@ -384,7 +383,7 @@ def test_a_row_that_is_cancelled_stays_stopped_and_the_others_go_on(monkeypatch,
     assert len(rows[1].tokens) == 5
     assert len(blocks) == 7
     assert blocks[num_blocks:] == [[0, 2]] * (7 - num_blocks)
-    assert np.asarray(engine._batches[0].cache.lengths)[1] == len(PROMPTS[1]) - 1 + 5 * num_blocks
+    assert np.asarray(engine.batch.cache.lengths)[1] == len(PROMPTS[1]) - 1 + 5 * num_blocks
     for row in (0, 2):
         ids = answers[rows[row]].completion.ids
         assert len(ids) == 35
@@ -586,9 +585,9 @@ def test_a_long_prompt_is_prefilled_in_chunks_and_the_cache_grows_as_it_must(pre
     engine = Engine(MODEL, MATES, chunk_tokens=16)
     rows = [engine.submit(Request(prompt)) for prompt in prompts]
     engine.step()
-    assert engine._batches[0].tokens.shape == (MATES, 128)
+    assert engine.batch.tokens.shape == (MATES, 128)
     _, answers = run(engine)
-    assert engine._batches[0].tokens.shape == (MATES, 256)
+    assert engine.batch.tokens.shape == (MATES, 256)
     found = [answers[row].completion for row in rows]
     assert [len(answer.ids) for answer in found] == [100, CONTEXT - 9, 2]
     assert [answer.finish_reason for answer in found] == ["length", "context", "length"]

@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from models import SMALL
 
 from jllama.core import JllamaError, UsageError
+from jllama.core import engine as core
 from jllama.generation import engine as engines
 from jllama.generation.conversation import chat, chat_ids
-from jllama.generation.generate import completions, generate, stream, warm_up
+from jllama.generation.generate import completions, generate, stream
 from jllama.generation.sampling_params import Prompt, SamplingFields, SamplingParams
 from jllama.generation.text import Completion, TextDecoder, encode_prompt, prompt_ids
+from jllama.generation.warm_up import warm_up
 from jllama.lab.checks import random_params
 from jllama.models.decode_params import decode_layout
 from jllama.models.language_model import LanguageModel
@@ -387,7 +389,7 @@ def test_a_chat_is_the_answer_to_what_was_said():
 
 def test_there_are_no_more_rows_than_texts():
     """Each row takes time, also one that nobody has."""
-    with mock.patch.object(engines, "_zeros", wraps=engines._zeros) as zeros:
+    with mock.patch.object(core, "zeros", wraps=core.zeros) as zeros:
         generate(MODEL, PROMPTS, max_new_tokens=1, batch_size=8)
     assert max(call.args[1] for call in zeros.call_args_list) == len(PROMPTS)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jllama.core.config import LlamaConfig
-from jllama.core.parameters import count_parameters, training_flops_per_token
+from jllama.core.parameters import count_parameters
 from jllama.data.batches import text_batch
 from jllama.lab import plan_receipt as receipt
 from jllama.lab.plan_devices import MEASURED
@@ -16,6 +16,7 @@ from jllama.parallel.config import MeshConfig
 from jllama.system.devices import Accelerator
 from jllama.training.compiling import compile_training
 from jllama.training.config import LoopConfig, TrainConfig
+from jllama.training.metrics import training_flops_per_token
 
 MODEL = LlamaConfig(200, 2, 64, 2, 1, mlp_dim=96, max_seq_len=64)
 CONFIG = TrainConfig(

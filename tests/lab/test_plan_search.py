@@ -8,11 +8,12 @@ import pytest
 
 from jllama.core import JllamaError, UsageError
 from jllama.core.config import LlamaConfig
-from jllama.core.parameters import count_parameters, training_flops_per_token
+from jllama.core.parameters import count_parameters
 from jllama.lab import plan_search as search
 from jllama.lab.plan_receipt import Receipt, describe, recomputed, settings
 from jllama.system.devices import ACCELERATORS
 from jllama.training.config import LoopConfig, TrainConfig
+from jllama.training.metrics import training_flops_per_token
 
 MODEL = LlamaConfig(32_000, 16, 2048, 16, 4, 128, 8192, max_seq_len=4096)
 CONFIG = TrainConfig(MODEL, training=LoopConfig(batch_size=64, seq_len=4096))

@@ -58,7 +58,7 @@ jax.monitoring.register_event_duration_secs_listener(
 
 
 def num_compiled():
-    names = "prefill_chunk read_chunk write_chunk score_chunk join decode_block resize"
+    names = "prefill_chunk read_chunk write_chunk score_chunk join decode_block extend"
     return [len(COMPILED), *(getattr(steps, name)._cache_size() for name in names.split())]
 
 
@@ -267,7 +267,7 @@ def test_a_fault_fails_what_is_under_way_and_the_next_request_is_served(monkeypa
         return right(*inputs)
 
     def watched(self):
-        if not self._batches:
+        if not self.batch:
             memory.append(live_bytes())
         reserve(self)
 
@@ -372,7 +372,7 @@ def test_memory_decides_the_context():
 def test_what_is_said_to_be_reserved_is(slots, context):
     engine = EngineThread({"small": served()}, EngineConfig(slots=slots, context=context))
     engine._engine.reserve()
-    caches = [batch.cache for batch in engine._engine._batches]
+    caches = engine._engine.batch.cache, engine._engine._prompt_cache
     leaves = [leaf for leaf in jax.tree.leaves(caches) if leaf.ndim == 4]
     assert sum(leaf.nbytes for leaf in leaves) == engine.kv_bytes
     assert all(leaf.shape[2] >= context for leaf in leaves)

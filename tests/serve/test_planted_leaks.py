@@ -87,8 +87,10 @@ def key_of_the_slot(monkeypatch):
     join = steps.join
 
     def leaking(batch, one, computed_row, row):
-        seed = one.settings["seed"] ^ np.uint32(row)
-        return join(batch, one._replace(settings=one.settings | {"seed": seed}), computed_row, row)
+        seed = one.sampling.settings["seed"] ^ np.uint32(row)
+        state = one.sampling
+        state = state._replace(settings=state.settings | {"seed": seed})
+        return join(batch, one._replace(sampling=state), computed_row, row)
 
     monkeypatch.setattr(steps, "join", leaking)
 

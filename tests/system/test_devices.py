@@ -8,7 +8,8 @@ import pytest
 
 from jllama.parallel.config import MeshConfig
 from jllama.parallel.sharding import make_mesh
-from jllama.system.devices import describe_devices, idle_accelerator, peak_bytes, program_bytes
+from jllama.system.machine import describe_devices, idle_accelerator
+from jllama.system.memory import peak_bytes, program_bytes
 
 
 def test_devices_in_words():

@@ -17,6 +17,7 @@ import jllama
 from jllama import functional as F
 from jllama.core.config import BLOCKS
 from jllama.core.model import Layer
+from jllama.generation import steps
 from jllama.models.language_model import LanguageModel
 from jllama.system import cache, programs
 from jllama.tokenizers.base import BytesTokenizer
@@ -71,6 +72,7 @@ def test_a_later_process_loads_what_this_one_compiled(folder, loaded, monkeypatc
         settings = {"seed": seed, "temperature": temperature, "top_k": top_k}
         return jllama.generate(model, "Once", max_new_tokens=6, **settings)
 
+    monkeypatch.setattr(steps, "call_program", programs.call)
     later_process(monkeypatch, keeps=False)
     expected = generate(3, 0.9, 40)
     assert not folder.exists()

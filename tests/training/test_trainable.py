@@ -11,10 +11,11 @@ from models import SMALL, weights
 from tuning import Selection, assert_trees_close
 
 import jllama
-from jllama.core.parameters import count_parameters, training_flops_per_token
+from jllama.core.parameters import count_parameters
 from jllama.models.config import LoraConfig
 from jllama.parallel.sharding import MeshConfig, make_mesh
 from jllama.training.compiling import compile_training
+from jllama.training.metrics import training_flops_per_token
 from jllama.training.trainable import selected_weights
 
 WEIGHTS = weights(SMALL)

@@ -1,4 +1,4 @@
-"""The batch of rows being generated: its arrays, and how each row gets its next token."""
+"""The sampler of the engine: the settings of each row, and how it gets its next token."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, get_type_hints
@@ -11,87 +11,54 @@ from jaxtyping import Array, Bool, Float, Int, Int32, Shaped
 from jllama import functional as F
 from jllama.core import UsageError
 from jllama.core.config import LlamaConfig
-from jllama.core.model import KVCache
+from jllama.core.engine import DecodeBatch
 from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.models.language_model import LanguageModel
 from jllama.system.devices import device_memory_bytes
 
-MAX_STOPS = 16
-"""Stop ids of a row that the device knows.
-
-The host stops at further ones as well, a few steps later.
-"""
 _BUILT_IN = {"temperature", "logit_bias", "banned_ids", "seed"}
 
 
-class DecodeBatch(NamedTuple):
-    """The rows of a batch on the device; only the host changes the last six fields."""
+class SamplerState(NamedTuple):
+    """The settings of the rows of a batch, and what their samplers remember.
 
-    cache: KVCache  # of all tokens but the last one of each row
-    tokens: Int[Array, "batch max_len"]  # prompt and generated tokens
-    log_probs: Float[Array, "batch max_len"]  # of generated tokens, in nats, see ``drawn``
+    Only the host changes the last four fields.
+    """
+
     counts: Int[Array, "batch vocab"]  # how often each token was generated
-    finished: Bool[Array, "batch"]
     drafted: Int[Array, "batch"]  # tokens that prompt lookup drafted so far
     accepted: Int[Array, "batch"]  # those of them that were right
     seen: Bool[Array, "batch vocab"]  # tokens of the prompt
     settings: dict[str, Shaped[Array, "batch ..."]]  # SamplingParams; [batch, vocab] for token ids
-    stop_ids: Int[Array, "batch stops"]  # a row ends when it draws one; padded with -1
-    limits: Int[Array, "batch"]  # the lengths at which the rows end
-    # Whether ``log_probs`` are of the distribution drawn from, and not of the raw logits.
+    # Whether log-probabilities are of the distribution drawn from, and not of the raw logits.
     drawn: Bool[Array, "batch"]
     allowed: Int32[Array, "batch words"]  # one bit a token: what a grammar allows at the next step
 
 
-def make_batch(
-    model: LanguageModel,
-    prompts: Sequence[Prompt],
-    cache: KVCache,
-    max_len: int,
-    sampling_types: Iterable[type[SamplingParams]],
-    context: int,
-) -> DecodeBatch:
-    """Return the rows of prompts whose tokens but the last are in the cache.
+def make_sampler_state(
+    model: LanguageModel, prompts: Sequence[Prompt], sampling_types: Iterable[type[SamplingParams]]
+) -> SamplerState:
+    """Return the state of new rows; ids that the tokenizer does not have are banned.
 
-    Ids that the tokenizer does not have are banned.
-
-    Args:
-        model: the model.
-        prompts: one prompt a row.
-        cache: keys and values; other caches may replace it.
-        max_len: room for tokens in each row.
-        sampling_types: the classes whose fields become ``settings``; a row has the defaults of
-            those that its own class lacks.
-        context: the length at which rows end; it may exceed ``max_len``.
+    ``sampling_types`` are the classes whose fields become ``settings``; a row has the defaults of
+    those that its own class lacks.
     """
     vocab_size = model.config.vocab_size
     rows = len(prompts)
-    limits: Any = np.array([prompt.limit(context) for prompt in prompts], np.int32)
-    drawn: Any = np.array([prompt.drawn_log_probs for prompt in prompts])
     zeros: Any = np.zeros  # accepted in place of JAX arrays, unlike what their types say
-    tokens = zeros((rows, max_len), np.int32)
     seen = zeros((rows, vocab_size), bool)
-    stop_ids = zeros((rows, MAX_STOPS), np.int32) - 1
     for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt.ids)] = prompt.ids
         seen[row, list(prompt.ids)] = True
-        stops = (prompt.stop_ids or ())[:MAX_STOPS]
-        stop_ids[row, : len(stops)] = stops
+    drawn: Any = np.array([prompt.drawn_log_probs for prompt in prompts])
     settings = _setting_arrays([prompt.sampling for prompt in prompts], vocab_size, sampling_types)
     num_known = model.tokenizer.vocab_size if model.tokenizer else vocab_size
     settings["banned_ids"][:, num_known:] = True
-    return DecodeBatch(
-        cache,
-        tokens,
-        log_probs=zeros((rows, max_len), np.float32),
+    return SamplerState(
         counts=zeros((rows, vocab_size), np.int32),
-        finished=limits <= [len(prompt.ids) for prompt in prompts],
         drafted=zeros(rows, np.int32),
         accepted=zeros(rows, np.int32),
         seen=seen,
         settings=settings,
-        stop_ids=stop_ids,
-        limits=limits,
         drawn=drawn,
         allowed=zeros((rows, -(-vocab_size // 32)), np.int32) - 1,  # every token
     )
@@ -101,12 +68,14 @@ def set_allowed(
     batch: DecodeBatch, masks: Mapping[int, Int32[np.ndarray, "words"] | None]
 ) -> DecodeBatch:
     """Return the batch with rows limited to the tokens of their masks; None allows every token."""
-    allowed = np.full(batch.allowed.shape, -1, np.int32)
+    state: SamplerState = batch.sampling
+    allowed = np.full(state.allowed.shape, -1, np.int32)
     for row, words in masks.items():
         if words is not None:
             # A model may have more tokens than the mask: they are banned in any case.
             allowed[row, : len(words)] = words
-    return batch._replace(allowed=jax.device_put(allowed, batch.allowed.sharding))
+    state = state._replace(allowed=jax.device_put(allowed, state.allowed.sharding))
+    return batch._replace(sampling=state)
 
 
 def setting_types(params: type[SamplingParams]) -> dict[str, Any]:
@@ -159,26 +128,49 @@ def check_batch(config: LlamaConfig, rows: int, draft_len: int = 0) -> None:
         )
 
 
-def sample_tokens(logits: Float[Array, "batch vocab"], batch: DecodeBatch) -> Int[Array, "batch"]:
-    """Draw the next token of each row.
+def draw_tokens(
+    logits: Float[Array, "batch vocab"], batch: DecodeBatch, takes: Bool[Array, "batch"]
+) -> tuple[Int[Array, "batch"], Float[Array, "batch"], SamplerState]:
+    """Draw the next token of each row; return its log-probability and the next state as well.
 
     Only the row's own logits, settings, seed and length matter.
     """
-    settings = batch.settings
+    state: SamplerState = batch.sampling
+    settings = state.settings
+    token = _sample(logits, state, batch.cache.lengths)
+    rows = jnp.arange(len(takes))
+    raw = (logits[rows, token] - jax.nn.logsumexp(logits, axis=-1)).astype(jnp.float32)
+
+    def log_prob_drawn() -> Array:
+        truncations = {name: settings[name] for name in F.TRUNCATIONS if name in settings}
+        allowed = F.ban(logits, settings["banned_ids"])
+        drawn, _ = F.drawn_log_probs(allowed, token, settings["temperature"], **truncations)
+        return jnp.where(state.drawn, drawn, raw)
+
+    log_prob = jax.lax.cond(jnp.any(state.drawn), log_prob_drawn, lambda: raw)
+    counts = state.counts.at[rows, token].add(takes.astype(jnp.int32))
+    return token, log_prob, state._replace(counts=counts)
+
+
+def _sample(
+    logits: Float[Array, "batch vocab"], state: SamplerState, lengths: Int[Array, "batch"]
+) -> Int[Array, "batch"]:
+    """Apply the settings of each row to its logits, and draw."""
+    settings = state.settings
     neutral = vars(SamplingParams())
     logits = F.ban(logits + settings["logit_bias"], settings["banned_ids"])
     # On a CPU a pass over [batch, vocab] takes time: skip those that change no row.
-    is_free = jnp.all(batch.allowed == -1)
+    is_free = jnp.all(state.allowed == -1)
     logits = jax.lax.cond(
-        is_free, lambda logits: logits, lambda logits: F.ban_unset(logits, batch.allowed), logits
+        is_free, lambda logits: logits, lambda logits: F.ban_unset(logits, state.allowed), logits
     )
     penalties = {name: settings[name] for name in F.PENALTIES if name in settings}
     truncations = {name: settings[name] for name in F.TRUNCATIONS if name in settings}
 
     def penalize(logits: Array) -> Array:
-        seen = batch.seen | (batch.counts > 0)
+        seen = state.seen | (state.counts > 0)
         for name, value in penalties.items():
-            logits = F.PENALTIES[name](logits, value, seen, batch.counts)
+            logits = F.PENALTIES[name](logits, value, seen, state.counts)
         return logits
 
     is_penalized = [
@@ -186,37 +178,5 @@ def sample_tokens(logits: Float[Array, "batch vocab"], batch: DecodeBatch) -> In
     ]
     logits = jax.lax.cond(jnp.any(jnp.array(is_penalized)), penalize, lambda logits: logits, logits)
     keys = jax.vmap(jax.random.key)(settings["seed"])
-    keys = jax.vmap(jax.random.fold_in)(keys, batch.cache.lengths)
+    keys = jax.vmap(jax.random.fold_in)(keys, lengths)
     return F.sample(logits, keys, settings["temperature"], **truncations)
-
-
-def append_token(
-    batch: DecodeBatch, logits: Float[Array, "batch vocab"], takes: Bool[Array, "batch"]
-) -> tuple[DecodeBatch, Int[Array, "batch"]]:
-    """Draw a token for each row, and append it to the rows that ``takes`` says.
-
-    Return the tokens as well.
-    """
-    rows = jnp.arange(len(takes))
-    lengths = batch.cache.lengths
-    token = sample_tokens(logits, batch)
-    raw = (logits[rows, token] - jax.nn.logsumexp(logits, axis=-1)).astype(jnp.float32)
-
-    def log_prob_drawn() -> Array:
-        settings = batch.settings
-        truncations = {name: settings[name] for name in F.TRUNCATIONS if name in settings}
-        allowed = F.ban(logits, settings["banned_ids"])
-        drawn, _ = F.drawn_log_probs(allowed, token, settings["temperature"], **truncations)
-        return jnp.where(batch.drawn, drawn, raw)
-
-    log_prob = jax.lax.cond(jnp.any(batch.drawn), log_prob_drawn, lambda: raw)
-    ends = jnp.any(token[:, None] == batch.stop_ids, axis=1) | (lengths + 1 >= batch.limits)
-    # A slot out of range drops the token of a row that takes none.
-    slot = jnp.where(takes, lengths, batch.tokens.shape[1])
-    batch = batch._replace(
-        tokens=batch.tokens.at[rows, slot].set(token, mode="drop"),
-        log_probs=batch.log_probs.at[rows, slot].set(log_prob, mode="drop"),
-        counts=batch.counts.at[rows, token].add(takes.astype(jnp.int32)),
-        finished=batch.finished | (takes & ends),
-    )
-    return batch, token
