@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Int32, Shaped
 
 from jllama import functional as F
-from jllama.core import UsageError
+from jllama.core import UsageError, ops
 from jllama.core.config import LlamaConfig
 from jllama.core.engine import DecodeBatch
 from jllama.generation.sampling_params import Prompt, SamplingParams
@@ -138,8 +138,7 @@ def draw_tokens(
     state: SamplerState = batch.sampling
     settings = state.settings
     token = _sample(logits, state, batch.cache.lengths)
-    rows = jnp.arange(len(takes))
-    raw = (logits[rows, token] - jax.nn.logsumexp(logits, axis=-1)).astype(jnp.float32)
+    raw = ops.target_log_probs(logits, token)[0].astype(jnp.float32)
 
     def log_prob_drawn() -> Array:
         truncations = {name: settings[name] for name in F.TRUNCATIONS if name in settings}
@@ -148,7 +147,7 @@ def draw_tokens(
         return jnp.where(state.drawn, drawn, raw)
 
     log_prob = jax.lax.cond(jnp.any(state.drawn), log_prob_drawn, lambda: raw)
-    counts = state.counts.at[rows, token].add(takes.astype(jnp.int32))
+    counts = state.counts.at[jnp.arange(len(takes)), token].add(takes.astype(jnp.int32))
     return token, log_prob, state._replace(counts=counts)
 
 

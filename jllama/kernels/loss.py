@@ -195,28 +195,27 @@ def _loss_forward(z_loss: float, length: int, head: Any, tokens: _Tokens) -> tup
     # It is one product after the loop if the latter take at most half of its memory in float32.
     # Otherwise each chunk adds its product.
     stores_logits = 2 * hidden.size * hidden.dtype.itemsize <= wide.itemsize * embed**2
+    if stores_logits:
+        stored = jnp.zeros((*tokens.targets.shape, vocab), hidden.dtype)
+    else:
+        stored = jnp.zeros(head.shape, wide)
+
+    def write(whole: Array, part: Array, index: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(whole, part, index * length, axis=1)
 
     def add_chunk(index: Array, sums: Arrays) -> Arrays:
-        total, d_hidden, d_logits_or_head = sums
+        total, d_hidden, stored = sums
         chunk = tokens.chunk(index, length)
         loss, d_chunk, d_logits = _chunk_gradients(z_loss, head, chunk)
-        write = functools.partial(
-            jax.lax.dynamic_update_slice_in_dim, start_index=index * length, axis=1
-        )
         if stores_logits:
-            d_logits_or_head = write(d_logits_or_head, d_logits)
+            stored = write(stored, d_logits, index)
         else:
-            d_logits_or_head += _head_gradient(chunk.hidden, d_logits)
-        return total + loss, write(d_hidden, d_chunk), d_logits_or_head
+            stored += _head_gradient(chunk.hidden, d_logits)
+        return total + loss, write(d_hidden, d_chunk, index), stored
 
-    if stores_logits:
-        d_logits_or_head = jnp.zeros((*tokens.targets.shape, vocab), hidden.dtype)
-    else:
-        d_logits_or_head = jnp.zeros(head.shape, wide)
-    zeros = (jnp.zeros((), wide), jnp.zeros_like(hidden), d_logits_or_head)
-    total, d_hidden, d_head = jax.lax.fori_loop(0, num_chunks, add_chunk, zeros)
-    if stores_logits:
-        d_head = _head_gradient(hidden, d_head)
+    zeros = (jnp.zeros((), wide), jnp.zeros_like(hidden), stored)
+    total, d_hidden, stored = jax.lax.fori_loop(0, num_chunks, add_chunk, zeros)
+    d_head = _head_gradient(hidden, stored) if stores_logits else stored
     in_order = jnp.argsort(order, axis=1)
     d_hidden = jnp.take_along_axis(d_hidden, in_order[..., None], axis=1)
     return total, (d_head.astype(head.dtype), d_hidden)
