@@ -90,6 +90,15 @@ _HELP = {
 }
 
 
+_EXPERT = """
+rope_factor resume_with_changes data.encoding data.follow_links optimizer.epsilon
+optimizer.moment_dtype training.spike_factor training.z_loss training.deterministic
+training.reduce_dtype training.compiler_options training.max_skipped training.grpo.clip_low
+training.grpo.clip_high training.grpo.importance_cap training.grpo.mask_overlong
+training.grpo.updates training.grpo.eval_prompts training.grpo.reward_limit_s
+training.grpo.reward_processes mesh.rules distributed.timeout_s
+"""
+"""Options that stand at the end of the help, because few users set them."""
 _IMPORTS = "Python files of yours to run first; they add blocks and more (docs/extend.md)"
 
 
@@ -222,6 +231,14 @@ def _parser(options: type, prog: str, positional: Sequence[str], shown: Sequence
             action.help = argparse.SUPPRESS
         if len(action.dest) == 1:  # -n as well as --n
             parser._option_string_actions[f"-{action.dest}"] = action
+
+    # 4) Move the options for experts to the end.
+    experts = parser.add_argument_group("for experts")
+    for group in parser._action_groups[:-1]:
+        for action in [*group._group_actions]:
+            if action.dest in _EXPERT.split():
+                group._group_actions.remove(action)
+                experts._group_actions.append(action)
     return parser
 
 

@@ -161,6 +161,16 @@ def test_help_of_train_lists_the_configurations_and_the_sizes(page):
         assert f"--{name} " in text
 
 
+def test_help_of_train_ends_with_the_options_for_experts(page):
+    before, _, after = page("train", "all").partition("\nfor experts:\n")
+    group = after.partition("\n\nconfigurations:")[0]
+    names = [line.split()[0] for line in group.splitlines() if line.startswith("  --")]
+    assert sorted(names) == sorted(f"--{name}" for name in cli._EXPERT.split())
+    assert "\n\n" not in group
+    assert not [name for name in names if f"{name} " in before]
+    assert "for experts" not in page("train")
+
+
 def test_the_version(capsys):
     assert cli.main(["--version"]) == 0
     version = f"jllama {jllama.__version__} (jax {importlib.metadata.version('jax')}"
