@@ -1,6 +1,7 @@
 """Files of chats, and their tokens on disk: which tokens are learned, and the split."""
 
 import hashlib
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,7 +23,14 @@ from jllama.data.corpus import (
     write_cached,
 )
 from jllama.data.datasets import ChatDataset
-from jllama.data.tokens import cache_dir, encode_rest, file_stats, sha256
+from jllama.data.tokens import (
+    cache_dir,
+    encode_rest,
+    file_stats,
+    hash_fraction,
+    held_out_limit,
+    sha256,
+)
 from jllama.system.files import errors_as
 from jllama.system.progress import progress
 from jllama.templates.messages import conversation_tokens, openai_messages
@@ -36,17 +44,15 @@ PAIR = ("chosen", "rejected")
 MESSAGES = ("messages",)
 COMPLETION = ("prompt", "completion")
 TEXT = ("text",)
-FORMS = (PAIR, MESSAGES, COMPLETION, TEXT)
-"""The fields that make a record a pair or a chat; if several match, the first one counts."""
 SHAREGPT = ("conversations",)
 ALPACA = ("instruction", "output")
-"""Forms of other projects, read wherever ``MESSAGES`` is."""
-_CHAT_FORMS = (MESSAGES, COMPLETION, SHAREGPT, ALPACA)
+FORMS = (PAIR, MESSAGES, COMPLETION, SHAREGPT, ALPACA, TEXT)
+"""The fields that make a record a pair or a chat; if several match, the first one counts."""
 _ASKS = ("prompt", "question", "instruction", "query", "conversations")
 """Fields that may ask for the answers of a pair."""
 _MEANINGFUL = ("system", "history", "input", *_ASKS)
 """Fields that trainers read. Where a form does not, they must not say anything that it lacks."""
-_FIELDS = {*PAIR, *TEXT, "tools", *_MEANINGFUL}.union(*_CHAT_FORMS)
+_FIELDS = {"tools", *_MEANINGFUL}.union(*FORMS)
 TOO_LONG_NOTE = "left out, as no token to learn is among the first training.seq_len + 1"
 """The note on a record that is too long."""
 _ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
@@ -69,7 +75,7 @@ class Record(NamedTuple):
     """A line or row of a file of chats."""
 
     where: str  # the file and the line, row or element
-    form: Form  # one of ``FORMS``, ``SHAREGPT`` or ``ALPACA``
+    form: Form  # one of ``FORMS``
     fields: dict[str, Any]  # its known fields that are not null
 
 
@@ -93,7 +99,7 @@ def data_task(config: DataConfig) -> str:
         return "text"
     if types.keys() >= set(PAIR):
         return "preference"
-    is_chat = any(types.keys() >= set(form) for form in _CHAT_FORMS)
+    is_chat = any(types.keys() >= set(form) for form in FORMS[1:-1])
     return "chat" if config.mixture or is_chat else "text"
 
 
@@ -105,8 +111,7 @@ def read_records(
 ) -> Iterator[Record]:
     """Yield the records of these forms in files of JSON Lines, a JSON array or Parquet.
 
-    ``SHAREGPT`` and ``ALPACA`` are read wherever ``MESSAGES`` is. ``new_names`` is for
-    ``read_rows``. ``findings`` counts fields that are not read.
+    ``new_names`` is for ``read_rows``. ``findings`` counts fields that are not read.
 
     Raises:
         JllamaError: a line or file has none of the forms; or ``findings`` collects this.
@@ -132,12 +137,11 @@ def read_records(
 
 def _form_of(forms: Sequence[Form], where: str, fields: dict[str, Any]) -> Form:
     """Return the form of a record with these fields; raise ``JllamaError`` if there is none."""
-    others = (SHAREGPT, ALPACA) if MESSAGES in forms else ()
-    for form in (*forms[:-1], *others, forms[-1]):
+    for form in forms:
         if fields.keys() >= set(form):
             return form
     names = ", ".join(fields) or "no field"
-    expected = ", or ".join(" and ".join(form) for form in (*forms[:-1], *others, forms[-1]))
+    expected = ", or ".join(map(" and ".join, forms))
     raise JllamaError(f"{where} has {names}, where {expected} should be")
 
 
@@ -317,10 +321,8 @@ def _joined(context: list[dict[str, Any]], side: list[dict[str, Any]]) -> list[d
 
 def _split_system(messages: list[Any]) -> tuple[list[Any], list[Any]]:
     """Return the system messages that a conversation begins with, and the others."""
-    count = 0
-    while count < len(messages) and messages[count].get("role") == "system":
-        count += 1
-    return messages[:count], messages[count:]
+    system = [*itertools.takewhile(lambda message: message.get("role") == "system", messages)]
+    return system, messages[len(system) :]
 
 
 def _messages(value: Any, role: str) -> list[dict[str, Any]]:
@@ -406,8 +408,7 @@ def prepare_chats(
         tokens = np.memmap(folder / "tokens.bin", _TOKEN, "r", shape=int(entries["tokens"].sum()))
 
     # 4. Split the conversations.
-    limit = np.clip(config.validation_fraction, fractions[0], fractions[-2])
-    is_held_out = entries["fraction"] <= limit
+    is_held_out = entries["fraction"] <= held_out_limit(config, fractions)
     weights = tuple(config.mixture.values()) or (1.0,)
     splits = {}
     counts = {}
@@ -466,8 +467,8 @@ def _write_chats(
                 sides = []
                 with findings.collect():
                     sides = record_tokens(record, tokenizer, template, stop_ids, findings.notes)
-                text = json.dumps(record.fields, sort_keys=True, default=str).encode()
-                fraction = int.from_bytes(hashlib.sha256(text).digest()[:8]) / 2**64
+                text = json.dumps(record.fields, sort_keys=True, default=str)
+                fraction = hash_fraction([text])
 
                 # 2) Cut each side to the window, and see whether the record is dropped.
                 is_cut = [len(ids) > window for ids, _ in sides]

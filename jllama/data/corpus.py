@@ -207,16 +207,16 @@ def has_rows(path: Path) -> bool:
 
 def read_rows(
     path: Path,
-    names: Collection[str],
-    check: Callable[[str, dict[str, str]], object],
+    names: Collection[str] | None = None,
+    check: Callable[[str, dict[str, str]], object] = lambda place, types: None,
     findings: Findings = FAIL_FAST,
     new_names: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the place and the fields of each JSON object or Parquet row of a file.
 
     A JSON object is a line that is not blank, or an element of one array; all its fields are
-    returned. Only the columns in ``names`` are read from Parquet, without the nulls that its types
-    add to calls and tools.
+    returned. Only the columns in ``names`` (None: all) are read from Parquet, without the nulls
+    that its types add to calls and tools.
 
     ``check`` may raise ``JllamaError``. It is called with the place of an object, or with the path
     of a Parquet file, and with the types of the fields by name. ``new_names`` has the names that
@@ -228,7 +228,9 @@ def read_rows(
             table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
             types = {field.name: str(field.type) for field in table.schema_arrow}
             check(str(path), _renamed(types, new_names))
-            columns = [name for name in types if new_names.get(name, name) in names]
+            columns = [
+                name for name in types if names is None or new_names.get(name, name) in names
+            ]
             batches = table.iter_batches(64, columns=columns)
             rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
             for number, row in enumerate(rows, 1):

@@ -1,20 +1,18 @@
 """Prompts for training from rewards: what the model answers, and what rewards know of it."""
 
 import dataclasses
-import hashlib
 import json
+from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import grain
-import numpy as np
 
 from jllama.core import JllamaError, UsageError
 from jllama.data.chats import note_special_tokens, refuse_lost_fields
 from jllama.data.config import DataConfig
 from jllama.data.corpus import Findings, corpus_files, read_rows
-from jllama.data.tokens import cache_dir, sha256
+from jllama.data.tokens import cache_dir, hash_fraction, held_out_limit, sha256
 from jllama.system.files import errors_as
 from jllama.system.progress import progress
 from jllama.templates.messages import openai_messages, template_variables, with_tools
@@ -91,7 +89,14 @@ def prepare_prompts(
     files = corpus_files(config.path, cache_dir(config), config.follow_links)
     with progress("reading prompts") as advance:
         for path in files.values():
-            _read_file(path, config, tokenizer, template, max_prompt_tokens, findings, rows)
+            for place, fields in read_rows(path, findings=findings, new_names=config.fields):
+                with findings.collect(), errors_as(place, JllamaError, TypeError, ValueError):
+                    text = json.dumps(fields, sort_keys=True)
+                    row = _prompt_row(place, fields, tokenizer, template, findings.notes)
+                    if len(row.ids) > max_prompt_tokens:
+                        findings.notes[f"left out, over {max_prompt_tokens} tokens"] += 1
+                    else:
+                        rows[hash_fraction([text])] = row  # equal records are one
             advance(1)
     notes = findings.finish()
     fractions = sorted(rows)
@@ -100,7 +105,7 @@ def prepare_prompts(
             f"{config.path}: {len(fractions)} different prompts of at most {max_prompt_tokens} "
             "tokens; give at least 2, one of them to hold out"
         )
-    limit = np.clip(config.validation_fraction, fractions[0], fractions[-2])
+    limit = held_out_limit(config, fractions)
     train = tuple(row for fraction, row in rows.items() if fraction > limit)
     validation = tuple(row for fraction, row in rows.items() if fraction <= limit)
     options = [config.validation_fraction, max_prompt_tokens, template, tokenizer.fingerprint()]
@@ -108,42 +113,20 @@ def prepare_prompts(
     return PromptDataset(tokenizer, train, validation, fingerprint, tuple(notes))
 
 
-def _read_file(
-    path: Path,
-    config: DataConfig,
+def _prompt_row(
+    place: str,
+    fields: dict[str, Any],
     tokenizer: Tokenizer,
     template: str | None,
-    max_prompt_tokens: int,
-    findings: Findings,
-    rows: dict[float, PromptRow],
-) -> None:
-    """Add the prompts of a file to ``rows``, by their fractions; equal records are one."""
-    columns: list[str] = []
-    rows_of_file = read_rows(
-        path, columns, lambda _, names: columns.extend(names), findings, config.fields
-    )
-    for place, fields in rows_of_file:
-        with findings.collect(), errors_as(place, JllamaError, TypeError, ValueError):
-            text = json.dumps(fields, sort_keys=True)
-            prompt = fields.get("messages") or fields.get("prompt")
-            refuse_lost_fields(fields, ("system", "history"), prompt)
-            if isinstance(prompt, str):
-                note_special_tokens(prompt, tokenizer, findings.notes)
-            row = PromptRow(_ids(prompt, fields, tokenizer, template), prompt, fields, place)
-            if len(row.ids) > max_prompt_tokens:
-                findings.notes[f"left out, over {max_prompt_tokens} tokens"] += 1
-                continue
-            digest = hashlib.sha256(text.encode()).digest()
-            rows[int.from_bytes(digest[:8]) / 2**64] = row
-
-
-def _ids(
-    prompt: Any, fields: dict[str, Any], tokenizer: Tokenizer, template: str | None
-) -> tuple[int, ...]:
-    """Return the tokens that an answer to a prompt starts from."""
+    notes: Counter[str],
+) -> PromptRow:
+    """Return the prompt of a record, with the tokens that an answer to it starts from."""
+    prompt = fields.get("messages") or fields.get("prompt")
+    refuse_lost_fields(fields, ("system", "history"), prompt)
     if isinstance(prompt, str) and prompt:
+        note_special_tokens(prompt, tokenizer, notes)
         bos = [tokenizer.bos_id] if tokenizer.add_bos else []
-        return (*bos, *tokenizer.encode(prompt))
+        return PromptRow((*bos, *tokenizer.encode(prompt)), prompt, fields, place)
     if not isinstance(prompt, list) or not prompt:
         raise JllamaError("it has no messages, and no prompt that is a text or messages")
     if template is None:
@@ -155,4 +138,5 @@ def _ids(
     if tools:
         template = with_tools(template)
     text = render(template, **template_variables(tokenizer, messages, True, tools))
-    return tuple(tokenizer.encode_with_special_tokens(text))
+    ids = tokenizer.encode_with_special_tokens(text)
+    return PromptRow(tuple(ids), prompt, fields, place)

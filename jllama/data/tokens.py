@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -150,12 +150,8 @@ def split_documents(documents: Iterable[Document], validation_fraction: float) -
             yield from _cut_chunks("train", document(), end=end)
             yield from _cut_chunks("validation", document(), start=end)
         else:
-            digest = hashlib.sha256()
-            for text in document():
-                digest.update(text.encode())
-            fraction = int.from_bytes(digest.digest()[:8]) / 2**64
-            split = "validation" if fraction < validation_fraction else "train"
-            yield from _cut_chunks(split, document())
+            is_held_out = hash_fraction(document()) < validation_fraction
+            yield from _cut_chunks("validation" if is_held_out else "train", document())
 
 
 def _cut_chunks(
@@ -287,6 +283,25 @@ def _ordered_map(function: Callable[[Any], Any], items: Iterable[Any]) -> Iterat
                 yield pending.popleft().result()
         for future in pending:
             yield future.result()
+
+
+def hash_fraction(parts: Iterable[str]) -> float:
+    """Return the SHA-256 of a text, which comes in parts, as a number in [0, 1).
+
+    A text is held out for validation if its number is low.
+    """
+    digest = hashlib.sha256()
+    for text in parts:
+        digest.update(text.encode())
+    return int.from_bytes(digest.digest()[:8]) / 2**64
+
+
+def held_out_limit(config: DataConfig, fractions: Sequence[float]) -> float:
+    """Return the highest ``hash_fraction`` that is held out: ``config.validation_fraction``.
+
+    At least the lowest of the sorted ``fractions`` is held out, and at least the highest is not.
+    """
+    return np.clip(config.validation_fraction, fractions[0], fractions[-2])
 
 
 def sha256(*parts: object) -> str:

@@ -26,11 +26,9 @@ from jllama.formats.tensors import (
     Checkpoint,
     FileTensor,
     OnProgress,
-    concatenate_rows,
-    file_tensors,
     have_same_bits,
     match_tensors,
-    reorder_rotary,
+    tensors_to_write,
 )
 from jllama.models.presets import every_fourth
 from jllama.models.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
@@ -394,12 +392,10 @@ def write(checkpoint: Checkpoint, target: Path, dtype: Dtype, on_progress: OnPro
     # 2) Collect the tensors, each with the type to write it in.
     tensors = []
     matrix_types = collections.Counter()
-    for name, specs in file_tensors(config, "gguf", family.is_fused).items():
-        parts = [checkpoint.tensors[spec.key] for spec in specs]
-        tensor = concatenate_rows(parts) if len(parts) > 1 else parts[0]
-        if family.is_interleaved:
-            tensor = reorder_rotary(specs[0], tensor, config, to_half_split=False)
-        type_ = _type_to_write(specs[0], tensor, dtype)
+    for name, spec, tensor in tensors_to_write(
+        checkpoint, "gguf", is_fused=family.is_fused, is_interleaved=family.is_interleaved
+    ):
+        type_ = _type_to_write(spec, tensor, dtype)
         tensors.append((name, tensor, type_))
         if len(tensor.shape) > 1:
             matrix_types[type_.name] += 1

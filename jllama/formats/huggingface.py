@@ -43,11 +43,10 @@ from jllama.formats.safetensors_file import DTYPES, read_safetensors, write_safe
 from jllama.formats.tensors import (
     Checkpoint,
     OnProgress,
-    concatenate_rows,
     differences,
-    file_tensors,
     have_same_bits,
     match_tensors,
+    tensors_to_write,
 )
 from jllama.system.files import Json, errors_as, has_file, read_fields, read_json_object, write_json
 from jllama.tokenizers.loading import save_huggingface
@@ -460,12 +459,9 @@ def write(
 ) -> None:
     """Write a folder that transformers loads without changes."""
     # 1) Collect the tensors, each with the dtype to write it in.
-    tensors = {}
     is_fused = family_of(checkpoint.config).is_fused
-    for name, specs in file_tensors(checkpoint.config, "huggingface", is_fused).items():
-        parts = [checkpoint.tensors[spec.key] for spec in specs]
-        tensor = concatenate_rows(parts) if len(parts) > 1 else parts[0]
-        tensors[name] = (name, tensor, tensor.dtype if dtype is None else dtype)
+    named = tensors_to_write(checkpoint, "huggingface", is_fused=is_fused, is_interleaved=False)
+    tensors = {name: (name, tensor, dtype or tensor.dtype) for name, _, tensor in named}
     dtypes = {kind for _, _, kind in tensors.values()}
     unknown = dtypes - set(DTYPES.values())
     if unknown:

@@ -29,7 +29,7 @@ from jllama.formats.tensors import (
     differences,
     have_same_bits,
     match_tensors,
-    reorder_rotary,
+    tensors_to_write,
 )
 from jllama.formats.torch_file import read_torch_file, write_torch_file
 from jllama.models.presets import PRESETS, SHAPE_FIELDS, differing_fields
@@ -70,9 +70,9 @@ _MLP_RULES = ((256, None), (256, 1.5), (4096, 1.3), (1024, 1.3), (4096, 1.2), (3
 """``multiple_of`` and ``ffn_dim_multiplier`` of Llama 1 to 3.3, and of llama2.c's stories."""
 
 
-def concatenate_shards(parts: list[np.ndarray], axis: int) -> LazyTensor:
+def concatenate_shards(parts: list[np.ndarray], axis: int) -> FileTensor:
     """Join the parts of a tensor, one from each shard and all of one shape, along an axis."""
-    if axis == 0:
+    if axis == 0 or len(parts) == 1:
         return concatenate_rows(parts)
     outputs, inputs = parts[0].shape
 
@@ -277,7 +277,7 @@ def _join_shards(path: Path, config: LlamaConfig, shards: Shards) -> dict[str, F
                     f"in {files[index // repeats * repeats]}, "
                     "which must repeat it: one is another model's"
                 )
-        joined[name] = concatenate_shards(parts, axis) if len(parts) > 1 else parts[0]
+        joined[name] = concatenate_shards(parts, axis)
     return joined
 
 
@@ -310,12 +310,15 @@ def write(
     if config.max_seq_len != _family_max_seq_len(config):
         write_json(target / OURS, {"max_seq_len": config.max_seq_len})
     write_chat_files(target, checkpoint.chat_template, checkpoint.stop_ids)
-    named = []
-    for spec in tensor_specs(dataclasses.replace(config, tie_embeddings=False)):
-        is_tied = spec.key == "lm_head" and config.tie_embeddings
-        tensor = checkpoint.tensors["embed" if is_tied else spec.key]
-        reordered = reorder_rotary(spec, tensor, config, to_half_split=False)
-        named.append((spec.name("meta"), reordered, dtype or tensor.dtype))
+    untied = dataclasses.replace(
+        checkpoint,
+        config=dataclasses.replace(config, tie_embeddings=False),
+        tensors={"lm_head": checkpoint.tensors["embed"], **checkpoint.tensors},
+    )
+    named = [
+        (name, tensor, dtype or tensor.dtype)
+        for name, _, tensor in tensors_to_write(untied, "meta")
+    ]
     write_torch_file(target / SHARD.format(0), named, on_progress)
 
 

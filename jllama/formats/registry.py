@@ -8,7 +8,7 @@ import dataclasses
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -50,7 +50,7 @@ _FILES_OF_CHECKPOINTS = (
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """A format of checkpoints, or of adapters, whose ``read`` also takes the base's configuration.
+    """A format of checkpoints or of adapters.
 
     Args:
         description: A noun phrase for a checkpoint in the format, such as "a GGUF file".
@@ -64,6 +64,8 @@ class Format:
         option: The keyword argument of ``load`` that ``read`` takes, if any.
         is_file: The format is a file, not a folder.
         suffix: For targets with this suffix ``jllama convert`` chooses the format itself.
+        base_of: The path or hub id of the base, and its ``rope_factor``, if what is at a path is
+            only an adapter; None if it is a whole checkpoint.
 
     Examples:
         >>> sorted(jllama.FORMATS)
@@ -78,6 +80,7 @@ class Format:
     option: str | None = None
     is_file: bool = False
     suffix: str | None = None
+    base_of: Callable[[Path], tuple[str, float | None] | None] = lambda path: None
 
     def stored_dtype(self, dtype: str | None) -> str | None:
         """Return the dtype in which ``dtype`` stores the matrices; None is each matrix's own."""
@@ -97,7 +100,7 @@ FORMATS: dict[str, Format] = {
     "meta": _format("a folder with params.json and consolidated.*.pth", meta, option="rope_factor"),
     "llama2c": _format("a llama2.c file", llama2c, _FLOAT32, suffix=".bin"),
     "hf": _format("a folder with config.json and safetensors", huggingface),
-    "orbax": _format("a training run", run, option="step"),
+    "orbax": _format("a training run", run, option="step", base_of=run.base_of),
 }
 """The formats by name, in the order in which they are tried.
 
@@ -118,7 +121,7 @@ ADAPTER_FORMATS: dict[str, Format] = {
         is_file=True,
     ),
 }
-"""The formats of adapters alone. A run that trained an adapter is another place to find one."""
+"""The formats of adapters alone, whose ``read`` also takes the configuration of the base."""
 
 
 def load(
@@ -335,30 +338,18 @@ def open_checkpoint(
     adapter: str | Path | None = None,
 ) -> Checkpoint:
     """Open a checkpoint of any format without reading its weights, as ``load`` does."""
-    # 1) Open the source by its format; merge a run's own adapter with its base.
+    # 1) Open the source by its format. If it is an adapter, merge it into its own base.
     source = _local(path)
     own_step = None if adapter else step
-    config = run.read_config(source) if run.recognizes(source) else None
-    if config and config.lora.rank:
-        init_from = f"{source} has adapters of its init_from"
-        with errors_as(init_from, JllamaError, KeyError, RecursionError):
-            factor = rope_factor or config.fields.get("rope_factor")
-            base = open_checkpoint(str(config.fields["init_from"]), factor)
-        checkpoint = adapters.merge(base, run.read_adapter(source, base.config, own_step))
+    format = FORMATS[_format_of(source)]
+    base = format.base_of(source)
+    if base:
+        base_path, base_factor = base
+        with errors_as(f"{source} has adapters of its init_from", JllamaError, RecursionError):
+            checkpoint = open_checkpoint(base_path, rope_factor or base_factor)
+        checkpoint = adapters.merge(checkpoint, _read_adapter(source, checkpoint.config, own_step))
     else:
-        format = FORMATS[_format_of(source)]
-        options = {}
-        for name, value in (("rope_factor", rope_factor), ("step", own_step)):
-            if value is None:
-                continue
-            if name != format.option:
-                takers = [other.description for other in FORMATS.values() if name == other.option]
-                raise UsageError(
-                    f"{source} is not {' or '.join(takers)}, "
-                    f"so it has no {name} {value}: leave out the {name}"
-                )
-            options[name] = value
-        checkpoint = format.read(source, **options)
+        checkpoint = _read(FORMATS.values(), format, source, rope_factor=rope_factor, step=own_step)
 
     # 2) Check that the tokenizer fits the embedding.
     tokenizer = checkpoint.tokenizer
@@ -377,19 +368,30 @@ def open_checkpoint(
 
 
 def _read_adapter(source: Path, config: LlamaConfig, step: int | None) -> adapters.Adapter:
-    """Read an adapter of any format, or of a run, for a base with the architecture ``config``."""
-    if run.recognizes(source):
-        return run.read_adapter(source, config, step)
-    if step is not None:
-        raise UsageError(
-            f"{source} is not a training run, so it has no step {step}: leave out the step"
-        )
-    for format in ADAPTER_FORMATS.values():
+    """Read an adapter of any format for a base with the architecture ``config``."""
+    run_adapters = dataclasses.replace(FORMATS["orbax"], read=run.read_adapter)
+    formats = [run_adapters, *ADAPTER_FORMATS.values()]
+    for format in formats:
         if format.recognizes(source):
-            return format.read(source, config)
+            return _read(formats, format, source, config, step=step)
     raise JllamaError(
         f"{source} is no adapter that jllama knows: give PEFT's folder, a GGUF LoRA, or a run"
     )
+
+
+def _read(
+    formats: Iterable[Format], format: Format, source: Path, *arguments: Any, **options: Any
+) -> Any:
+    """Read a path by its format; ``UsageError`` for an option that only others of them take."""
+    options = {name: value for name, value in options.items() if value is not None}
+    for name, value in options.items():
+        if name != format.option:
+            takers = [other.description for other in formats if name == other.option]
+            raise UsageError(
+                f"{source} is not {' or '.join(takers)}, "
+                f"so it has no {name} {value}: leave out the {name}"
+            )
+    return format.read(source, *arguments, **options)
 
 
 def _local(path: str | Path, kind: str = "checkpoint") -> Path:

@@ -69,6 +69,19 @@ def read_config(folder: Path) -> RunConfig:
         return RunConfig(fields, model, LoraConfig(**lora | {"targets": targets}))
 
 
+def base_of(path: Path) -> tuple[str, float | None] | None:
+    """Return the base of the adapter that a run trained, with its RoPE factor; None for a model.
+
+    Raises:
+        JllamaError: The run does not name its base.
+    """
+    fields, _, lora = read_config(path)
+    if not lora.rank:
+        return None
+    with errors_as(f"{path} has adapters of its init_from", KeyError):
+        return str(fields["init_from"]), fields.get("rope_factor")
+
+
 def read(path: Path, step: int | None = None) -> Checkpoint:
     """Open a checkpoint of a run: that of ``step``, or (None) of the lowest validation loss."""
     config = read_config(path).model

@@ -102,8 +102,10 @@ def permuted(tensor: FileTensor, head_dim: int, to_half_split: bool) -> LazyTens
     return LazyTensor(tensor.shape, tensor.dtype, read, head_dim, tensor)
 
 
-def concatenate_rows(tensors: Sequence[FileTensor]) -> LazyTensor:
+def concatenate_rows(tensors: Sequence[FileTensor]) -> FileTensor:
     """Join matrices with the same inputs to one, the rows of each behind those before it."""
+    if len(tensors) == 1:
+        return tensors[0]
 
     def read(rows: slice) -> np.ndarray:
         parts = []
@@ -180,17 +182,8 @@ def differences(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
     )
 
 
-def split_rows(tensor: FileTensor, sizes: Sequence[int]) -> list[FileTensor]:
-    """Split a matrix into matrices with these numbers of rows: the reverse of joining them."""
-    parts: list[FileTensor] = []
-    start = 0
-    for size in sizes:
-        parts.append(_row_range(tensor, start, size))
-        start += size
-    return parts
-
-
 def _row_range(tensor: FileTensor, start: int, size: int) -> FileTensor:
+    """Return some rows of a matrix: one of those that were joined to it."""
     if isinstance(tensor, np.ndarray):
         return tensor[start : start + size]
 
@@ -252,14 +245,32 @@ def match_tensors(
         )
     matched = {}
     for name, specs in named.items():
-        parts = [tensors[name]]
-        if len(specs) > 1:
-            parts = split_rows(tensors[name], [spec.shape[0] for spec in specs])
-        for spec, part in zip(specs, parts, strict=True):
+        start = 0
+        for spec in specs:
+            part = tensors[name]
+            if len(specs) > 1:
+                part = _row_range(part, start, spec.shape[0])
+                start += spec.shape[0]
             if is_interleaved:
                 part = reorder_rotary(spec, part, config, to_half_split=True)
             matched[spec.key] = part
     return matched
+
+
+def tensors_to_write(
+    checkpoint: Checkpoint,
+    file_format: NamedFormat,
+    *,
+    is_fused: bool = False,
+    is_interleaved: bool = True,
+) -> Iterator[tuple[str, TensorSpec, FileTensor]]:
+    """Yield what ``match_tensors`` reads: each name, the first tensor under it, and the content."""
+    config = checkpoint.config
+    for name, specs in file_tensors(config, file_format, is_fused).items():
+        tensor = concatenate_rows([checkpoint.tensors[spec.key] for spec in specs])
+        if is_interleaved:
+            tensor = reorder_rotary(specs[0], tensor, config, to_half_split=False)
+        yield name, specs[0], tensor
 
 
 def size_bytes(checkpoint: Checkpoint | Any, dtype: Dtype | None) -> int:
@@ -357,11 +368,8 @@ def _fill_stack(
         specs = specs[bounds["layers"]]
         layers = list(out)
     tensors = [checkpoint.tensors[spec.key] for spec in specs]
-    _map_in_threads(
-        lambda tensor, layer: _read_part(tensor, None, on_progress, part, as_matrix(row, layer)),
-        tensors,
-        layers,
-    )
+    read = functools.partial(_read_part, dtype=out.dtype, on_progress=on_progress, part=part)
+    _map_in_threads(lambda tensor, layer: read(tensor, out=as_matrix(row, layer)), tensors, layers)
 
 
 def _map_in_threads(function: Callable[..., Any], *iterables: Iterable[Any]) -> list[Any]:
@@ -373,9 +381,13 @@ class _Group(NamedTuple):
     """The tensors of one leaf of ``DecodeParams.weights``; a joined matrix has several."""
 
     specs: list[TensorSpec]
-    tensor: LazyTensor  # all of them, outputs behind outputs
-    dtype: np.dtype  # of its floats
+    tensor: FileTensor  # all of them, outputs behind outputs
     layout: list[tuple[tuple[int, ...], np.dtype]]  # of its values and, for int8, its scale
+
+    @property
+    def float_dtype(self) -> np.dtype:
+        """The dtype of its values or, for int8, of its scale."""
+        return self.layout[-1][1]
 
 
 def load_decode_params(
@@ -403,7 +415,7 @@ def load_decode_params(
         layout = [(tensor.shape, own)]
         if quantize and specs[0].parameter.inputs:
             layout = [(tensor.shape, np.dtype(np.int8)), (tensor.shape[:1], own)]
-        groups[path] = _Group(specs, tensor, own, layout)
+        groups[path] = _Group(specs, tensor, layout)
     groups = dict(sorted(groups.items(), key=lambda item: -math.prod(item[1].tensor.shape)))
 
     # Read it, from the cache if it is there.
@@ -453,11 +465,15 @@ def _read_group(
     if cached:
         stored, *scales = cached
         values = _put(stored, sharding)
-        on_progress(values.size * group.dtype.itemsize)
+        on_progress(values.size * group.float_dtype.itemsize)
     else:
         scales = [np.empty(*layout) for layout in scale_layout]  # one for int8, else none
-        scale = scales[0] if scales else None
-        fill = functools.partial(_read_part, group.tensor, scale, on_progress)
+
+        def fill(part: Sequence[slice], out: np.ndarray) -> None:
+            row_scales = _read_part(group.tensor, part, out, group.float_dtype, on_progress)
+            for scale in scales:
+                scale[part[0]] = row_scales
+
         values = _make_array(shape, dtype, sharding, fill)
     sizes = axis_sizes(row, config)
     own_shape = tuple(sizes[axis] for axis in row.axes if axis != "layers")
@@ -542,24 +558,26 @@ def _make_array(
 
 def _read_part(
     tensor: FileTensor,
-    scale: np.ndarray | None,
-    on_progress: OnProgress,
     part: Sequence[slice],
     out: np.ndarray,
-) -> None:
-    """Copy a part (rows, and columns of a matrix) into ``out``.
+    dtype: np.dtype,
+    on_progress: OnProgress,
+) -> np.ndarray:
+    """Copy a part (rows, and columns of a matrix) into ``out``, and return the scale of each row.
 
-    With ``scale``, ``out`` is int8, and the scale of each row is written to ``scale``. Copying is
-    bound by memory, and NumPy releases Python's lock meanwhile; each thread holds a few blocks.
+    Scales are 1 unless ``out`` is int8; ``dtype`` is that of the floats. Copying is bound by
+    memory, and NumPy releases Python's lock meanwhile; each thread holds a few blocks.
     """
     rows, *columns = part
-    dtype = out.dtype if scale is None else scale.dtype
+    scale = np.ones(rows.stop - rows.start, dtype)
     for place, block in _read_blocks(tensor, rows, dtype):
-        if scale is not None:  # of the whole row, even if only some columns are requested
-            block, scale[place] = int8_rows(block, np)
+        within = slice(place.start - rows.start, place.stop - rows.start)
+        if out.dtype == np.int8:  # of the whole row, even if only some columns are requested
+            block, scale[within] = int8_rows(block, np)
         block = block[(slice(None), *columns)]
-        _copy(block, out[place.start - rows.start : place.stop - rows.start])
+        _copy(block, out[within])
         on_progress(block.size * dtype.itemsize)
+    return scale
 
 
 def _copy(block: np.ndarray, out: np.ndarray) -> None:

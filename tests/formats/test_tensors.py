@@ -89,16 +89,18 @@ def test_a_part_is_read_and_no_more(monkeypatch, rows_at_once):
 
     lazy = LazyTensor(matrix.shape, matrix.dtype, rows_of, rows_at_once)
     rows, columns = slice(3, 10), slice(1, 4)
-    out, integers, scale = np.empty((7, 3), np.float32), np.empty((7, 3), np.int8), np.zeros(12)
+    out, integers = np.empty((7, 3), np.float32), np.empty((7, 3), np.int8)
+    float64 = np.dtype(np.float64)
     done = []
-    tensors._read_part(lazy, None, done.append, [rows, columns], out)
-    tensors._read_part(lazy, scale, lambda _: None, [rows, columns], integers)
+    ones = tensors._read_part(lazy, [rows, columns], out, out.dtype, done.append)
+    scale = tensors._read_part(lazy, [rows, columns], integers, float64, lambda _: None)
     assert read == 2 * [*range(3, 10)]
     assert sum(done) == out.nbytes
     np.testing.assert_array_equal(out, matrix[rows, columns])
     whole, scales = int8_rows(matrix.astype(np.float64), np)
     np.testing.assert_array_equal(integers, whole[rows, columns])
-    np.testing.assert_array_equal(scale[rows], scales[rows])
+    np.testing.assert_array_equal(scale, scales[rows])
+    np.testing.assert_array_equal(ones, np.ones(7))
 
 
 def test_any_half_of_a_parameter_is_read():
