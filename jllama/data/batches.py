@@ -244,19 +244,25 @@ def _plan_sources(
 def _plan_rows(
     data: ChatTokens, order: np.ndarray, seq_len: int, packing: bool
 ) -> list[np.ndarray]:
-    """Return the indices of the conversations in each row, or of the two of each pair.
-
-    Packing is first fit: a conversation goes to the first of the last ``OPEN_ROWS`` rows that has
-    room for it, or else begins a new row.
-    """
+    """Return the indices of the conversations in each row, or of the two of each pair."""
     if data.rows_per_example > 1 or not packing:
         is_first = order % data.rows_per_example == 0
         return list(order[is_first, None] + np.arange(data.rows_per_example))
+    rows = pack_first_fit(data.sizes[order].tolist(), seq_len + 1, OPEN_ROWS)
+    return [order[members] for members in rows]
+
+
+def pack_first_fit(sizes: Sequence[int], row_size: int, open_rows: int) -> list[list[int]]:
+    """Return the members of each row of at most ``row_size`` tokens, as indices of ``sizes``.
+
+    Packing is first fit: a member goes to the first of the last ``open_rows`` rows that has room
+    for it, or else begins a new row. There is at least one row.
+    """
     members: list[list[int]] = [[]]
     # Free tokens in each row, also in the rows that are not begun yet.
-    room = np.full(len(order) + 1, seq_len + 1)
-    for index, size in zip(order.tolist(), data.sizes[order].tolist(), strict=True):
-        first_open = max(len(members) - OPEN_ROWS, 0)
+    room = np.full(len(sizes) + 1, row_size)
+    for index, size in enumerate(sizes):
+        first_open = max(len(members) - open_rows, 0)
         # The first True of the open rows and of a new one, which has room for anything. NumPy's
         # search takes half the time of a loop.
         has_room = room[first_open : len(members) + 1] >= size
@@ -265,7 +271,7 @@ def _plan_rows(
             members.append([])
         members[row].append(index)
         room[row] -= size
-    return [np.array(indices, int) for indices in members]
+    return members
 
 
 def _assemble(

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jllama.core import JllamaError
-from jllama.system.files import Json, errors_as, has_file, read_json_object, write_json
+from jllama.system.files import Json, errors_as, has_file, read_optional_json, write_json
 from jllama.tokenizers.base import Tokenizer
 from jllama.tokenizers.loading import has_tokenizer, load_tokenizer
 
@@ -20,7 +20,7 @@ def read_text_files(folder: Path) -> tuple[Tokenizer | None, str | None, tuple[i
     with errors_as(f"{template} is not UTF-8 text", UnicodeDecodeError):
         text = template.read_text(encoding="utf-8") if has_file(template) else None
     generation = folder / GENERATION_CONFIG
-    fields = read_json_object(generation) if has_file(generation) else {}
+    fields = read_optional_json(generation)
     stop_ids = parse_stop_ids(fields.get("eos_token_id"), generation)
     if tokenizer is not None and max(stop_ids, default=0) >= tokenizer.vocab_size:
         raise JllamaError(

@@ -48,7 +48,15 @@ from jllama.formats.tensors import (
     match_tensors,
     tensors_to_write,
 )
-from jllama.system.files import Json, errors_as, has_file, read_fields, read_json_object, write_json
+from jllama.system.files import (
+    Json,
+    errors_as,
+    has_file,
+    read_fields,
+    read_json_object,
+    read_optional_json,
+    write_json,
+)
 from jllama.tokenizers.loading import save_huggingface
 
 CONFIG = "config.json"
@@ -83,6 +91,7 @@ _FIXED = {
     "quantization_config": False,
 }
 _ROPE_COMMON = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+_EMBED = PARAMETERS["embed"].name("huggingface")
 _HEAD = PARAMETERS["lm_head"].name("huggingface")
 _DROPPED = {
     GENERATION_CONFIG: ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
@@ -350,17 +359,16 @@ def read(path: Path) -> Checkpoint:
     for name in list(weights):
         if re.fullmatch(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", name):
             del weights[name]  # computed, not learned
-    embed = PARAMETERS["embed"].name("huggingface")
-    if not config.vocab_size and embed in weights:
+    if not config.vocab_size and _EMBED in weights:
         # An embedding without rows is refused below.
-        vocab_size = max([1, *weights[embed].shape[:1]])
+        vocab_size = max([1, *weights[_EMBED].shape[:1]])
         config = dataclasses.replace(config, vocab_size=vocab_size)
 
     # 3) Check the names, and match the tensors with the configuration.
-    prefix = next((name.removesuffix(embed) for name in weights if name.endswith(embed)), "")
+    prefix = next((name.removesuffix(_EMBED) for name in weights if name.endswith(_EMBED)), "")
     if prefix:
         raise JllamaError(
-            f"{path} has {prefix}{embed}: remove {prefix} from the names of its tensors"
+            f"{path} has {prefix}{_EMBED}: remove {prefix} from the names of its tensors"
         )
     if _HEAD not in weights and not config.tie_embeddings:
         remedy = f"a model without it needs tie_word_embeddings true in {CONFIG}"
@@ -374,7 +382,7 @@ def read(path: Path) -> Checkpoint:
     )
     if tied_head is not None and not have_same_bits(tied_head, tensors["embed"]):
         raise JllamaError(
-            f"{path}: {_HEAD} differs from {embed}, "
+            f"{path}: {_HEAD} differs from {_EMBED}, "
             f"so tie_word_embeddings must be false in {CONFIG}"
         )
 
@@ -439,14 +447,11 @@ def _read_weights(path: Path) -> dict[str, np.ndarray]:
 
 def _read_old_chat_template(path: Path) -> str | None:
     """Return the template of files from before 2025: text, or the ``default`` of named texts."""
-    template = read_json_object(path).get("chat_template") if has_file(path) else None
+    template = read_optional_json(path).get("chat_template")
     if isinstance(template, list):
-        defaults = [
-            entry.get("template")
-            for entry in template
-            if isinstance(entry, dict) and entry.get("name") == "default"
-        ]
-        template = defaults[0] if defaults else None
+        named = [entry for entry in template if isinstance(entry, dict)]
+        default = next((entry for entry in named if entry.get("name") == "default"), {})
+        template = default.get("template")
     if template is not None and not isinstance(template, str):
         raise JllamaError(
             f"{path} has a chat_template that is neither text nor a list of named texts"
@@ -478,7 +483,7 @@ def write(
     stops = checkpoint.stop_ids
     others = {}
     if tokenizer:
-        stops = stops or (tokenizer.eos_id,)
+        stops = tokenizer.stops_or_eos(stops)
         others["bos_token_id"] = tokenizer.bos_id
         save_huggingface(tokenizer, target)
     ids = write_chat_files(target, checkpoint.chat_template, stops, **others)
@@ -508,10 +513,8 @@ def dropped_fields(folder: Path) -> list[str]:
     """Name what a folder says of sampling and padding, which no ``Checkpoint`` holds."""
     names = []
     for file, keys in _DROPPED.items():
-        path = folder / file
-        if has_file(path):
-            fields = read_json_object(path)
-            names += [key for key in keys if fields.get(key) is not None]
+        fields = read_optional_json(folder / file)
+        names += [key for key in keys if fields.get(key) is not None]
     return names
 
 

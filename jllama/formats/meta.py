@@ -34,7 +34,14 @@ from jllama.formats.tensors import (
 from jllama.formats.torch_file import read_torch_file, write_torch_file
 from jllama.models.presets import PRESETS, SHAPE_FIELDS, differing_fields
 from jllama.models.rope_scaling import Llama3Scaling
-from jllama.system.files import errors_as, has_file, read_fields, read_json_object, write_json
+from jllama.system.files import (
+    errors_as,
+    has_file,
+    read_fields,
+    read_json_object,
+    read_optional_json,
+    write_json,
+)
 from jllama.tokenizers.loading import load_tokenizer, save_meta
 
 PARAMS = "params.json"
@@ -133,10 +140,10 @@ def read(path: Path, rope_factor: float | None = None) -> Checkpoint:
     # The tensors, and the context: by jllama's own file, else that of the released Llama.
     tensors = match_tensors(joined, config, "meta", path)
     own = path / OURS
-    own_fields = read_json_object(own) if has_file(own) else {}
     with errors_as(own):
         table = {"max_seq_len": ("max_seq_len", _family_max_seq_len(config))}
-        config = dataclasses.replace(config, **read_fields(own_fields, table, own))
+        sizes = read_fields(read_optional_json(own), table, own)
+        config = dataclasses.replace(config, **sizes)
 
     # The tokenizer. Llama 1 and 2 were released with it in the folder above.
     tokenizer, template, stops = read_text_files(path)

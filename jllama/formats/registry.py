@@ -198,13 +198,16 @@ def load(
 
     # 3) Add the tokenizer, the chat template and the stop ids.
     tokenizer = checkpoint.tokenizer
+    stop_ids = checkpoint.stop_ids
+    if tokenizer:
+        stop_ids = tokenizer.stops_or_eos(stop_ids)
     matrix = checkpoint.tensors["layers/0/w_down"]
     return LanguageModel(
         checkpoint.config,
         params,
         tokenizer,
         checkpoint.chat_template and with_date(checkpoint.chat_template),
-        checkpoint.stop_ids or ((tokenizer.eos_id,) if tokenizer else ()),
+        stop_ids,
         checkpoint.step,
         Path(path).name or source.resolve().name,
         getattr(matrix, "quantized", "") or matrix.dtype.name,

@@ -65,7 +65,7 @@ def encode_prompt(model: LanguageModel, prompt: Prompt, context: int | None = No
         ) from error
     stop_ids = prompt.stop_ids
     if stop_ids is None:
-        stop_ids = model.stop_ids or (tokenizer.eos_id,)
+        stop_ids = tokenizer.stops_or_eos(model.stop_ids)
     stop = (prompt.stop,) if isinstance(prompt.stop, str) else tuple(prompt.stop)
     if "" in stop:
         raise UsageError("a stop string is empty: it would end every text at once")

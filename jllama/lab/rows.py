@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 import jllama.models.build
 from jllama.core.config import LlamaConfig
 from jllama.core.parameters import Params
+from jllama.data.batches import pack_first_fit
 from jllama.models import oracle
 
 MAX_ORACLE_TOKENS = 1024
@@ -79,23 +80,21 @@ def pack(rows: Sequence[Row]) -> Iterator[Packed]:
         length = max(_MIN_PACKED, 1 << (len(row.ids) - 1).bit_length())
         by_length.setdefault(length, []).append(index)
     for length, indices in by_length.items():
-        # First fit: a row goes behind those before it, or begins a new one.
-        starts = []
-        used = [0]
-        for index in indices:
-            if used[-1] + len(rows[index].ids) > length:
-                used.append(0)
-            starts.append((len(used) - 1, used[-1]))
-            used[-1] += len(rows[index].ids)
-        tokens, segments, positions = np.zeros((3, len(used), length), np.int32)
+        # A row goes behind those before it, or begins a new one.
+        sizes = [len(rows[index].ids) for index in indices]
+        packed = pack_first_fit(sizes, length, open_rows=1)
+        tokens, segments, positions = np.zeros((3, len(packed), length), np.int32)
         places = []
-        for number, (index, (batch, start)) in enumerate(zip(indices, starts, strict=True), 1):
-            row = rows[index]
-            part = slice(start, start + len(row.ids))
-            tokens[batch, part] = row.ids
-            segments[batch, part] = number
-            positions[batch, part] = row.positions or range(len(row.ids))
-            places += [(batch, start + place) for place in row.places]
+        for batch, members in enumerate(packed):
+            end = 0
+            for member in members:
+                row = rows[indices[member]]
+                start = end
+                end += sizes[member]
+                tokens[batch, start:end] = row.ids
+                segments[batch, start:end] = member + 1
+                positions[batch, start:end] = row.positions or range(sizes[member])
+                places += [(batch, start + place) for place in row.places]
         batch_index, seq_index = np.array(places, np.int32).T
         yield Packed(tokens, segments, positions, batch_index, seq_index, indices)
 

@@ -86,7 +86,7 @@ class Sampler:
     def answer(self, prompts: Sequence[PromptRow], seeds: Sequence[int]) -> list[Sample]:
         """Return an answer to each prompt, drawn by its seed."""
         assert self.engine is not None
-        stop_ids = self.model.stop_ids or (self.model.text_tokenizer.eos_id,)
+        stop_ids = self.model.text_tokenizer.stops_or_eos(self.model.stop_ids)
         rows = []
         for prompt, seed in zip(prompts, seeds, strict=True):
             sampling = dataclasses.replace(self.config.sampling, seed=seed)

@@ -65,6 +65,11 @@ def read_json_object(path: Path) -> Json:
     return content
 
 
+def read_optional_json(path: Path) -> Json:
+    """Return ``read_json_object`` of a file, or an empty object if there is none."""
+    return read_json_object(path) if has_file(path) else {}
+
+
 def read_fields(
     fields: Mapping[str, Any], table: Mapping[str, tuple[str, Any]], source: Path
 ) -> Json:

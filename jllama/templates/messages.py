@@ -131,12 +131,12 @@ def chat_format(
         JllamaError: ``choice`` cannot be read.
     """
     template = None
-    if choice:
-        template = find_template(tokenizer, own, choice)
-    else:
-        with contextlib.suppress(JllamaError):
-            template = find_template(tokenizer, own)
-    return template, end_of_turn_ids(tokenizer, stop_ids or (tokenizer.eos_id,))
+    try:
+        template = find_template(tokenizer, own, choice or None)
+    except JllamaError:
+        if choice:
+            raise
+    return template, end_of_turn_ids(tokenizer, tokenizer.stops_or_eos(stop_ids))
 
 
 def template_variables(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from jllama.core import JllamaError
 from jllama.core.config import MAX_SIZES
-from jllama.system.files import has_file, read_json_object
+from jllama.system.files import read_optional_json
 
 CONFIG_NAME = "tokenizer_config.json"
 _OLD_FILE = "added_tokens.json"
@@ -35,12 +35,10 @@ def read_added_tokens(folder: Path) -> dict[int, AddedToken]:
     """
     added = {}
     old = folder / _OLD_FILE
-    if has_file(old):
-        for text, id in read_json_object(old).items():
-            added[_checked_id(id, old)] = AddedToken(text, True)
+    for text, id in read_optional_json(old).items():
+        added[_checked_id(id, old)] = AddedToken(text, True)
     config = folder / CONFIG_NAME
-    fields = read_json_object(config) if has_file(config) else {}
-    entries = fields.get("added_tokens_decoder") or {}
+    entries = read_optional_json(config).get("added_tokens_decoder") or {}
     if not isinstance(entries, dict):
         raise JllamaError(f"{config} has an added_tokens_decoder that is no object")
     for id, entry in entries.items():
@@ -54,8 +52,7 @@ def read_added_tokens(folder: Path) -> dict[int, AddedToken]:
 
 def read_end_token(folder: Path) -> str | None:
     """Return the text of EOS that ``tokenizer_config.json`` has, if any."""
-    config = folder / CONFIG_NAME
-    token = read_json_object(config).get("eos_token") if has_file(config) else None
+    token = read_optional_json(folder / CONFIG_NAME).get("eos_token")
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None

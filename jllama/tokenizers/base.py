@@ -209,6 +209,10 @@ class Tokenizer(ABC):
         """Return the SHA-256 of the file's content, in hexadecimal."""
         return hashlib.sha256(self.content).hexdigest()
 
+    def stops_or_eos(self, stop_ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the tokens that end a text: ``stop_ids``, or EOS if there are none."""
+        return tuple(stop_ids) or (self.eos_id,)
+
     @abstractmethod
     def vocabulary(self) -> Vocabulary:
         """Return the tokenizer as data; raise ``JllamaError`` if no other format gives its ids."""

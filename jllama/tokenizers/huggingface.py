@@ -12,7 +12,7 @@ import tokenizers
 from jllama.core import JllamaError
 from jllama.core.config import MAX_SIZES
 from jllama.system.errors import silent_stderr
-from jllama.system.files import Json, errors_as, has_file, read_json_object, write_json
+from jllama.system.files import Json, errors_as, read_optional_json, write_json
 from jllama.tokenizers.added_tokens import (
     CONFIG_NAME,
     AddedToken,
@@ -307,19 +307,13 @@ class HuggingFaceTokenizer(Tokenizer):
             TokenType.CONTROL: True,
             TokenType.USER_DEFINED: False,
         }
-        flags = {"single_word": False, "lstrip": False, "normalized": False}
         added = []
         vocab_size = 0
         for id, kind in enumerate(map(TokenType, kinds)):
             if kind in is_special:
-                token = {"id": id, "content": tokens[id], "special": is_special[kind], **flags}
-                added.append(
-                    token
-                    | {
-                        "rstrip": vocabulary.strips_spaces
-                        and id not in (bos_id, eos_id, unknown_id)
-                    }
-                )
+                strips = vocabulary.strips_spaces and id not in (bos_id, eos_id, unknown_id)
+                token = AddedToken(tokens[id], is_special[kind])
+                added.append(_added_entry(id, token) | {"rstrip": strips})
             if kind not in (TokenType.CONTROL, TokenType.USER_DEFINED):
                 vocab_size = id + 1
 
@@ -394,7 +388,7 @@ def load_huggingface_tokenizer(path: Path) -> HuggingFaceTokenizer:
 
     # 2) Find BOS and EOS, and whether BOS is added.
     files = [path.with_name(name) for name in _CONFIG_NAMES]
-    contents = [read_json_object(file) if has_file(file) else {} for file in files]
+    contents = [*map(read_optional_json, files)]
     eos_id = _special_id("eos", ids_by_text, files, contents)
     bos_id = _special_id("bos", ids_by_text, files, contents)
     if eos_id is None:
