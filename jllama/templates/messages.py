@@ -13,7 +13,7 @@ from typing import Any
 
 from jllama.core import JllamaError, UsageError
 from jllama.system.files import Json, errors_as
-from jllama.templates.template import render, render_answers
+from jllama.templates.template import AnswerSpan, Rendered, render, render_answers
 from jllama.tokenizers.base import Tokenizer
 
 Message = Mapping[str, Any]
@@ -374,10 +374,47 @@ def conversation_tokens(
         JllamaError: messages are not ``Message`` objects, none is an answer, or the template fails
             or leaves out a part of the conversation.
     """
+    # 1. Render the text, and find the answers in it.
     check_messages(messages, tools, with_names=True)
     _check_order(messages)
+    chosen = _learned_answers(messages, learned)
+    variables = template_variables(tokenizer, messages, False, tools)
+    rendered = render_answers(template, variables, chosen)
+
+    # 2. Collect the texts that end an answer.
+    text = rendered.text
+    ends = {token for token, id in tokenizer.special_tokens.items() if id in stop_ids}
+    if chosen[-1] == len(messages) - 1:
+        ends.add(_special_at(tokenizer, text[rendered.spans[-1].end :]))
+    ends.discard("")
+
+    # 3. Mark the tokens that count.
     notes = Counter() if notes is None else notes
-    # 1. Choose the answers to learn.
+    ids = tokenizer.encode_with_special_tokens(text)
+    counted = [False] * len(ids)
+    for number, span in enumerate(rendered.spans, 1):
+        end = _end_of_answer(tokenizer, rendered, span, ends, notes)
+        first = _num_shared_tokens(tokenizer, text[: span.start], ids)
+        last = _num_shared_tokens(tokenizer, text[:end], ids)
+        if first >= last:
+            raise JllamaError(
+                f"answer {number} is no part of its own in what the chat template writes: fill "
+                "it, leave it out, or give a template with {% generation %} around answers"
+            )
+        counted[first:last] = [True] * (last - first)
+        if span.written:
+            written = f"answers behind {span.written!r}"
+            notes[f"{written}, which the template writes and is not learned"] += 1
+
+    # 4. Refuse or note what may be a mistake.
+    _note_doubts([messages[index] for index in chosen], rendered, notes)
+    if messages[-1]["role"] != "assistant":
+        notes["conversations that end without an answer"] += 1
+    return ids, counted
+
+
+def _learned_answers(messages: Sequence[Message], learned: Collection[int] | None) -> list[int]:
+    """Return the indices of the answers that count; ``JllamaError`` if there are none."""
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     chosen = [index for index in answers if learned is None or index in learned]
     if not chosen:
@@ -385,59 +422,51 @@ def conversation_tokens(
         raise JllamaError(
             f"{problem}, so there is nothing to learn: add an answer, or leave it out"
         )
+    return chosen
 
-    # 2. Render the text, and find the answers in it.
-    variables = template_variables(tokenizer, messages, False, tools)
-    text, spans, is_tagged, left_out = render_answers(template, variables, chosen)
 
-    # 3. Mark the tokens that count.
-    ids = tokenizer.encode_with_special_tokens(text)
-    counted = [False] * len(ids)
-    ends = {token for token, id in tokenizer.special_tokens.items() if id in stop_ids}
-    if chosen[-1] == len(messages) - 1:
-        closing = _special_at(tokenizer, text[spans[-1][1] :])
-        if closing:
-            ends.add(closing)
-    for number, (start, end, written, is_open) in enumerate(spans):
-        rest = text[end:].lstrip()
-        if is_open:
-            # The template writes text of its own before the token that ends the answer.
-            rest = rest[min((rest.find(token) for token in ends if token in rest), default=0) :]
-        following = _special_at(tokenizer, rest)
-        is_ended = is_tagged and text[start:end].rstrip().endswith(tuple(ends))
-        if following in ends and not is_ended:
-            end = len(text) - len(rest) + len(following)
-        elif following and not is_tagged:
-            notes[f"answers followed by {following!r}, which is no stop id and is not learned"] += 1
-        first = _num_shared_tokens(tokenizer, text[:start], ids)
-        last = _num_shared_tokens(tokenizer, text[:end], ids)
-        if first >= last:
-            raise JllamaError(
-                f"answer {number + 1} is no part of its own in what the chat template writes: fill "
-                "it, leave it out, or give a template with {% generation %} around answers"
-            )
-        counted[first:last] = [True] * (last - first)
-        if written:
-            notes[f"answers behind {written!r}, which the template writes and is not learned"] += 1
+def _end_of_answer(
+    tokenizer: Tokenizer,
+    rendered: Rendered,
+    span: AnswerSpan,
+    ends: Collection[str],
+    notes: Counter[str],
+) -> int:
+    """Return where an answer ends in the text, with the one of ``ends`` that follows it, if any."""
+    text = rendered.text
+    rest = text[span.end :].lstrip()
+    if span.is_open:
+        # The template writes text of its own before the token that ends the answer.
+        rest = rest[min((rest.find(token) for token in ends if token in rest), default=0) :]
+    following = _special_at(tokenizer, rest)
+    answer = text[span.start : span.end].rstrip()
+    is_ended = rendered.is_tagged and answer.endswith(tuple(ends))
+    if following in ends and not is_ended:
+        return len(text) - len(rest) + len(following)
+    if following and not rendered.is_tagged:
+        notes[f"answers followed by {following!r}, which is no stop id and is not learned"] += 1
+    return span.end
 
-    # 4. Refuse or note what may be a mistake.
-    for part in [part for part in left_out if part.startswith("the thoughts")]:
-        left_out.remove(part)
-        notes["answers whose thoughts the template leaves out"] += 1
-    if left_out:
+
+def _note_doubts(answers: Sequence[Message], rendered: Rendered, notes: Counter[str]) -> None:
+    """Note what may be a mistake; ``JllamaError`` if the template leaves out a part."""
+    lost = []
+    for part in rendered.left_out:
+        if part.startswith("the thoughts"):
+            notes["answers whose thoughts the template leaves out"] += 1
+        else:
+            lost.append(part)
+    if lost:
         raise JllamaError(
-            f"the chat template leaves out {' and '.join(left_out)}, which would be lost: leave "
+            f"the chat template leaves out {' and '.join(lost)}, which would be lost: leave "
             "that out of the file, too, or give another template (data.chat_template)"
         )
-    for index in chosen:
-        content = (messages[index].get("content") or "").strip()
-        if not content and not messages[index].get("tool_calls"):
+    for message in answers:
+        content = (message.get("content") or "").strip()
+        if not content and not message.get("tool_calls"):
             notes["answers that are empty"] += 1
-        if content not in text:
+        if content not in rendered.text:
             notes["answers of which the template leaves out or changes a part"] += 1
-    if messages[-1]["role"] != "assistant":
-        notes["conversations that end without an answer"] += 1
-    return ids, counted
 
 
 def _num_shared_tokens(tokenizer: Tokenizer, text: str, ids: list[int]) -> int:

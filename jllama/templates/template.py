@@ -38,14 +38,20 @@ def render(template: str, **variables: Any) -> str:
     return render_answers(template, variables).text
 
 
+class AnswerSpan(NamedTuple):
+    """The place of an answer in a text, in characters."""
+
+    start: int
+    end: int
+    written: str  # what the template writes before the answer, and is no part of it
+    is_open: bool  # whether the end also contains text of the template's own
+
+
 class Rendered(NamedTuple):
     """The text that a template makes of messages, and the places of the answers in it."""
 
     text: str
-    spans: list[Any]
-    """For each answer its start and end in characters, the text that the template writes before it,
-    and whether the end also contains the template's own text."""
-
+    spans: list[AnswerSpan]
     is_tagged: bool
     """Whether the spans are those of ``{% generation %}`` tags."""
 
@@ -76,7 +82,8 @@ def render_answers(
     with _free_workers:
         reply = _ask(request)
     if "text" in reply:
-        return Rendered(**reply)
+        spans = [AnswerSpan(*span) for span in reply.pop("spans")]
+        return Rendered(**reply, spans=spans)
     problem = reply.get("error", "")
     remedy = "; give another template"
     if "refused" in reply:

@@ -105,7 +105,7 @@ def _attempt(template: str, variables: dict[str, Any], **others: Any) -> str:
 def _answer_spans(
     text: str, mark: str, messages: list[Any], answers: list[int], attempt: Callable[..., str]
 ) -> Iterator[Any]:
-    """Yield the span of each of the messages ``answers`` in the text, see ``Rendered.spans``.
+    """Yield the span of each of the messages ``answers`` in the text, see ``AnswerSpan``.
 
     A span is what changes when the answer is replaced by ``mark``, a character that is not in the
     text, and white space before that. Thoughts that the template writes are a part of it. It is

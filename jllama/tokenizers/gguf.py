@@ -5,10 +5,9 @@ BPE whose way to split text has a name (``pre``). Source: the GGUF specification
 ``docs/gguf.md``) and llama.cpp's ``convert_hf_to_gguf.py``.
 """
 
-import functools
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from jllama.core import JllamaError
 from jllama.system.files import errors_as
@@ -30,6 +29,25 @@ _WITH_BOS = ("llama3", "llama-v3", "llama-bpe", "tekken")
 """The names whose prompts begin with BOS if ``add_bos_token`` is missing."""
 
 
+class _Fields(NamedTuple):
+    """The tokenizer's fields in a file's metadata, which errors call ``source``."""
+
+    metadata: Mapping[str, Any]
+    source: str
+
+    def read(self, name: str, kind: type, default: Any = None) -> Any:
+        """Return a field; ``JllamaError`` if it is missing or not of type ``kind``."""
+        field = self.metadata.get(_PREFIX + name, default)
+        problem = "no" if field is None else "a wrong type of"
+        self.check(type(field) is kind, f"{problem} {_PREFIX}{name}")
+        return field
+
+    def check(self, is_right: bool, problem: str) -> None:
+        """Raise ``JllamaError`` unless the fields are right."""
+        if not is_right:
+            raise JllamaError(f"{self.source} has {problem}")
+
+
 def from_gguf(
     metadata: Mapping[str, Any], source: str
 ) -> SentencePieceTokenizer | HuggingFaceTokenizer:
@@ -38,81 +56,84 @@ def from_gguf(
     Raises:
         JllamaError: the metadata, called ``source``, is not that of a Llama's tokenizer.
     """
-    check = functools.partial(_check, source)
-    value = functools.partial(_value, metadata, source)
     # 1. Read the fields that both models have.
-    model = value("model", str)
-    tokens = value("tokens", list)
-    pre = value("pre", str, "")
-    kinds = value("token_type", list, [TokenType.NORMAL] * len(tokens))
-    eos_id = value("eos_token_id", int, 2)
-    bos_id = value("bos_token_id", int, 1 if model == "llama" else eos_id)
-    check(len(kinds) == len(tokens), f"{len(tokens)} tokens but {len(kinds)} types of tokens")
-    check(set(kinds) <= set(TokenType), "types of tokens other than 1 to 6")
+    fields = _Fields(metadata, source)
+    model = fields.read("model", str)
+    is_pieces = model == "llama"
+    tokens = fields.read("tokens", list)
+    pre = fields.read("pre", str, "")
+    kinds = fields.read("token_type", list, [TokenType.NORMAL] * len(tokens))
+    eos_id = fields.read("eos_token_id", int, 2)
+    bos_id = fields.read("bos_token_id", int, 1 if is_pieces else eos_id)
+    add_bos = fields.read("add_bos_token", bool, is_pieces or pre in _WITH_BOS)
+    unknown_id = fields.read("unknown_token_id", int, 0)
+    fields.check(
+        len(kinds) == len(tokens), f"{len(tokens)} tokens but {len(kinds)} types of tokens"
+    )
+    fields.check(set(kinds) <= set(TokenType), "types of tokens other than 1 to 6")
     with errors_as(
         f"{source} has tokens that are not text in UTF-8", TypeError, UnicodeEncodeError
     ):
         "".join(tokens).encode()
-    unknown_id = value("unknown_token_id", int, 0)
-    if model == "llama" and kinds[unknown_id : unknown_id + 1] == [TokenType.CONTROL]:
+
+    # 2. Leave out the unused tokens at the end, which are padding.
+    if is_pieces and kinds[unknown_id : unknown_id + 1] == [TokenType.CONTROL]:
         # In Phi-3's files the padding has the type of the unknown token.
         kinds = [TokenType.UNUSED if kind == TokenType.UNKNOWN else kind for kind in kinds]
         kinds[unknown_id] = TokenType.UNKNOWN
-    # 2. Leave out the unused tokens at the end, which are padding.
     used = [id for id, kind in enumerate(kinds) if kind != TokenType.UNUSED]
     count = max(used, default=-1) + 1
     are_ids = bos_id in range(count) and eos_id in range(count)
-    check(are_ids, f"{count} tokens, but BOS and EOS are {bos_id} and {eos_id}")
+    fields.check(are_ids, f"{count} tokens, but BOS and EOS are {bos_id} and {eos_id}")
     tokens = tokens[:count]
     kinds = kinds[:count]
     token, times = Counter(tokens).most_common(1)[0]
-    check(times == 1, f"the token {token!r} twice")
+    fields.check(times == 1, f"the token {token!r} twice")
     # Some files of chat models give BOS or EOS another type.
     kinds[bos_id] = kinds[eos_id] = TokenType.CONTROL
-    add_bos = value("add_bos_token", bool, model == "llama" or pre in _WITH_BOS)
-    vocabulary = Vocabulary(tokens, kinds, bos_id, eos_id, add_bos)
+
     # 3. Read the fields of the model.
-    if model == "llama":
-        scores = value("scores", list)[:count]
-        are_numbers = all(type(score) in (int, float) for score in scores)
-        check(are_numbers and len(scores) == count, f"{count} tokens but {len(scores)} scores")
-        vocabulary = vocabulary._replace(
-            scores=scores,
-            unknown_token_id=unknown_id,
-            strips_spaces=metadata.get("general.architecture") == "phi3",
-            add_space_prefix=value("add_space_prefix", bool, True),
-        )
-        vocabulary.check_pieces(source)
-        is_model = add_bos and not vocabulary.strips_spaces
-        kind = SentencePieceTokenizer if is_model else HuggingFaceTokenizer
-        return kind.from_vocabulary(vocabulary, source)
-    check(
-        model == "gpt2" and pre in _PRE,
+    vocabulary = Vocabulary(tokens, kinds, bos_id, eos_id, add_bos)
+    if is_pieces:
+        return _piece_tokenizer(fields, vocabulary._replace(unknown_token_id=unknown_id))
+    is_known = model == "gpt2" and pre in _PRE
+    fields.check(
+        is_known,
         f"a tokenizer of model {model!r} and {_PREFIX}pre {pre!r}, which says how text is split; "
         f"jllama knows llama, and gpt2 with {', '.join(_PRE)}",
     )
-    merges = [tuple(str(merge).split(" ")) for merge in value("merges", list)]
-    existing = set(tokens)
+    return _byte_tokenizer(fields, vocabulary._replace(pre=_PRE[pre]))
+
+
+def _piece_tokenizer(
+    fields: _Fields, vocabulary: Vocabulary
+) -> SentencePieceTokenizer | HuggingFaceTokenizer:
+    """Return the tokenizer of the model ``llama``, whose pieces have scores."""
+    count = len(vocabulary.tokens)
+    scores = fields.read("scores", list)[:count]
+    are_numbers = all(type(score) in (int, float) for score in scores)
+    is_right = are_numbers and len(scores) == count
+    fields.check(is_right, f"{count} tokens but {len(scores)} scores")
+    strips_spaces = fields.metadata.get("general.architecture") == "phi3"
+    vocabulary = vocabulary._replace(
+        scores=scores,
+        strips_spaces=strips_spaces,
+        add_space_prefix=fields.read("add_space_prefix", bool, True),
+    )
+    vocabulary.check_pieces(fields.source)
+    is_model = vocabulary.add_bos_token and not strips_spaces
+    kind = SentencePieceTokenizer if is_model else HuggingFaceTokenizer
+    return kind.from_vocabulary(vocabulary, fields.source)
+
+
+def _byte_tokenizer(fields: _Fields, vocabulary: Vocabulary) -> HuggingFaceTokenizer:
+    """Return the tokenizer of the model ``gpt2``, whose tokens are merged from bytes."""
+    merges = [tuple(str(merge).split(" ")) for merge in fields.read("merges", list)]
+    existing = set(vocabulary.tokens)
     for merge in merges:
         if len(merge) != 2 or not {*merge, "".join(merge)} <= existing:
-            raise JllamaError(f"{source} merges {' '.join(merge)!r}, which are not tokens")
-    vocabulary = vocabulary._replace(merges=merges, pre=_PRE[pre])
-    return HuggingFaceTokenizer.from_vocabulary(vocabulary, source)
-
-
-def _check(source: str, is_right: bool, problem: str) -> None:
-    if not is_right:
-        raise JllamaError(f"{source} has {problem}")
-
-
-def _value(
-    metadata: Mapping[str, Any], source: str, name: str, kind: type, default: Any = None
-) -> Any:
-    """Return a field, or raise ``JllamaError`` if it is missing or not of type ``kind``."""
-    field = metadata.get(_PREFIX + name, default)
-    problem = "no" if field is None else "a wrong type of"
-    _check(source, type(field) is kind, f"{problem} {_PREFIX}{name}")
-    return field
+            raise JllamaError(f"{fields.source} merges {' '.join(merge)!r}, which are not tokens")
+    return HuggingFaceTokenizer.from_vocabulary(vocabulary._replace(merges=merges), fields.source)
 
 
 def to_gguf(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:

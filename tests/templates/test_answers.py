@@ -412,7 +412,7 @@ def counting(roles):
 
 def with_headers(template, variables, indices):
     rendered = render_original(template, variables, indices)
-    spans = [(start - len("assistant\n"), *rest) for start, *rest in rendered.spans]
+    spans = [span._replace(start=span.start - len("assistant\n")) for span in rendered.spans]
     return rendered._replace(spans=spans)
 
 
