@@ -72,8 +72,7 @@ def make(folder: Path) -> None:
     """Write the model in Hugging Face's format, with a tokenizer for all rows of its embedding."""
     import jllama
     from jllama.formats.huggingface import write
-    from jllama.formats.specs import tensor_specs
-    from jllama.formats.tensors import Checkpoint
+    from jllama.formats.tensors import Checkpoint, tensor_specs
     from jllama.tokenizers.sentencepiece import train_sentencepiece
 
     config = jllama.preset(PRESET)

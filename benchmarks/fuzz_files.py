@@ -160,7 +160,7 @@ def write_adapters(folder: Path, config: Any) -> None:
 
     from jllama.formats.adapters import Adapter
     from jllama.formats.registry import ADAPTER_FORMATS
-    from jllama.formats.specs import tensor_specs
+    from jllama.formats.tensors import tensor_specs
     from jllama.models.config import LoraConfig
 
     rng = np.random.default_rng(0)

@@ -28,8 +28,7 @@ import numpy as np
 from jllama import LanguageModel, LlamaConfig, save
 from jllama.formats import adapters
 from jllama.formats.registry import open_checkpoint
-from jllama.formats.specs import tensor_specs
-from jllama.formats.tensors import Checkpoint, load_params, permuted
+from jllama.formats.tensors import Checkpoint, load_params, permuted, tensor_specs
 from jllama.lab.checks import random_params
 from jllama.models import oracle
 from jllama.models.config import LoraConfig

@@ -7,7 +7,7 @@ import tuning
 from test_second_oracle import their_config
 from tuning import KINDS, STEPS
 
-from jllama.formats.specs import as_matrix, tensor_specs
+from jllama.formats.tensors import as_matrix, tensor_specs
 from jllama.training.optimizer import learning_rate_at
 
 NAMES = {name: f"self_attn.{name[1]}_proj" for name in ("wq", "wk", "wv", "wo")}

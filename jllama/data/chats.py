@@ -283,7 +283,12 @@ def _conversations(prompt: Any, answers: list[Any]) -> Iterator[tuple[list[Any],
     """Yield the messages of each side, and the indices of those that are learned."""
     context = _messages(prompt, "user")
     sides = [_joined(context, _messages(answer, "assistant")) for answer in answers]
-    num_context = max(len(context), _num_shared(sides))
+    num_context = len(context)
+    if len(sides) == 2:
+        # The messages that both sides begin with, except the last of a side, are context, too.
+        pairs = zip(sides[0][:-1], sides[1][:-1], strict=False)
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
+        num_context = max(num_context, len([*same]))
     for side in sides:
         learned = {
             index for index in range(num_context, len(side)) if side[index].get("weight") != 0
@@ -345,16 +350,6 @@ def _messages(value: Any, role: str) -> list[dict[str, Any]]:
             message = renamed | message
         messages.append(message)
     return messages
-
-
-def _num_shared(sides: list[list[Any]]) -> int:
-    """Return how many messages both sides of a pair begin with, except the last of a side."""
-    if len(sides) == 1:
-        return 0
-    count = 0
-    while count < min(map(len, sides)) - 1 and sides[0][count] == sides[1][count]:
-        count += 1
-    return count
 
 
 def prepare_chats(

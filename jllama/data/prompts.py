@@ -3,7 +3,6 @@
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import grain
@@ -15,8 +14,7 @@ from jllama.data.corpus import Findings, corpus_files, read_rows
 from jllama.data.tokens import cache_dir, hash_fraction, held_out_limit, sha256
 from jllama.system.files import errors_as
 from jllama.system.progress import progress
-from jllama.templates.messages import openai_messages, template_variables, with_tools
-from jllama.templates.template import render
+from jllama.templates.messages import message_ids, openai_messages, with_tools
 from jllama.tokenizers.base import Tokenizer
 
 
@@ -50,11 +48,12 @@ class PromptDataset:
     ) -> grain.DatasetIterator[list[PromptRow]]:
         """Return an endless iterator over lists of prompts; every epoch shuffles them anew."""
         plan = grain.MapDataset.range(len(self.train)).seed(seed).shuffle().repeat(None)
-        batches = plan.batch(num_prompts, drop_remainder=True, batch_fn=self._rows)
+        batches = plan.batch(
+            num_prompts,
+            drop_remainder=True,
+            batch_fn=lambda indices: [self.train[int(index)] for index in indices],
+        )
         return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=0)))
-
-    def _rows(self, indices: Sequence[Any]) -> list[PromptRow]:
-        return [self.train[int(index)] for index in indices]
 
     def size(self) -> str:
         """Describe the amount of training data."""
@@ -137,6 +136,5 @@ def _prompt_row(
     tools = fields.get("tools")
     if tools:
         template = with_tools(template)
-    text = render(template, **template_variables(tokenizer, messages, True, tools))
-    ids = tokenizer.encode_with_special_tokens(text)
+    ids = message_ids(tokenizer, template, messages, True, tools)
     return PromptRow(tuple(ids), prompt, fields, place)

@@ -22,7 +22,6 @@ from jllama.core.parameters import PARAMETERS, NamedFormat, Params
 from jllama.formats.families import family_of
 from jllama.formats.gguf_file import read_gguf_file, shortest, write_gguf_file
 from jllama.formats.safetensors_file import read_safetensors, write_safetensors
-from jllama.formats.specs import tensor_specs
 from jllama.formats.tensors import (
     Checkpoint,
     FileTensor,
@@ -31,6 +30,7 @@ from jllama.formats.tensors import (
     base_fingerprint,
     differences,
     permuted,
+    tensor_specs,
 )
 from jllama.models.config import LoraConfig
 from jllama.system.files import errors_as, read_fields, read_json_object, write_json
@@ -40,11 +40,6 @@ WEIGHTS = "adapter_model.safetensors"
 FINGERPRINT = "jllama.base_fingerprint"
 ALPHA = "adapter.lora.alpha"
 INVOCATION = "adapter.alora.invocation_tokens"
-# What GGUF files of adapters have.
-_KIND = {
-    "general.type": "adapter",
-    "adapter.type": "lora",
-}
 
 _PREFIX = "base_model.model.model."
 _F32 = np.dtype(np.float32)
@@ -249,14 +244,16 @@ def read_peft(path: Path, config: LlamaConfig) -> Adapter:
     source = path / CONFIG
     fields = read_json_object(source)
     fields = {key: value for key, value in fields.items() if value not in (None, [], {}, "")}
-    problem = "" if "peft_type" in fields else "no peft_type"
-    for key, value in fields.items():
-        if key not in _FREE.split() and value not in (False, *_FIXED.get(key, ())):
-            problem = f"{key} {json.dumps(value)[:80]}"
-            break
-    if problem:
+    problems = [
+        f"{key} {json.dumps(value)[:80]}"
+        for key, value in fields.items()
+        if key not in _FREE.split() and value not in (False, *_FIXED.get(key, ()))
+    ]
+    if "peft_type" not in fields:
+        problems.append("no peft_type")
+    if problems:
         raise JllamaError(
-            f"{source} has {problem}; jllama reads LoRA, rsLoRA and DoRA of one rank and alpha"
+            f"{source} has {problems[0]}; jllama reads LoRA, rsLoRA and DoRA of one rank and alpha"
         )
 
     # 2) Read the tensors, with their names made uniform.
@@ -305,7 +302,11 @@ def write_peft(adapter: Adapter, target: Path, dtype: None, on_progress: OnProgr
 
 def _gguf_kind(config: LlamaConfig) -> dict[str, str]:
     """Return what GGUF files of adapters for such a base have."""
-    return {"general.architecture": family_of(config).gguf, **_KIND}
+    return {
+        "general.architecture": family_of(config).gguf,
+        "general.type": "adapter",
+        "adapter.type": "lora",
+    }
 
 
 def read_gguf(path: Path, config: LlamaConfig) -> Adapter:

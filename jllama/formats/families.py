@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jllama.core import JllamaError
 from jllama.core.config import LlamaConfig
-from jllama.system.files import Json, read_fields
+from jllama.system.files import Json, read_field
 
 MULTIPLIERS = {
     "embedding_multiplier": "embedding_scale",
@@ -55,10 +55,6 @@ class Family(NamedTuple):
 
 def _after_first_layers(layer: int, fields: Mapping[str, Any]) -> bool:
     return layer >= fields["max_window_layers"]
-
-
-def _all_but_every_fourth(layer: int, fields: Mapping[str, Any]) -> bool:
-    return (layer + 1) % 4 != 0
 
 
 _WINDOWS = ("sliding_window", "full_attention_layers")
@@ -145,7 +141,7 @@ FAMILIES = {
             fixed={"norm_placement": "after", "qk_norm": "whole"},
             optional=(*_WINDOWS, "rope_scaling_layers"),
             defaults=_OLMO | {"rope_theta": 500_000.0, "sliding_window": 4096},
-            has_window=_all_but_every_fourth,
+            has_window=lambda layer, fields: (layer + 1) % 4 != 0,
         ),
         Family(
             "phi3",
@@ -211,7 +207,7 @@ def read_options(fields: Json, family: Family, num_layers: int, source: Path) ->
         JllamaError: A field is wrong.
     """
     names = [name for name in MULTIPLIERS if name in family.optional]
-    values = dict(family.fixed) | read_fields(fields, {name: (name, 1.0) for name in names}, source)
+    values = dict(family.fixed) | {name: read_field(fields, name, 1.0, source) for name in names}
     if "no_rope_layers" in family.optional:
         values["no_rope_layers"] = _no_rope_layers(fields, num_layers, source)
     if "sliding_window" in family.optional:
@@ -224,7 +220,7 @@ def read_options(fields: Json, family: Family, num_layers: int, source: Path) ->
 
 def _no_rope_layers(fields: Json, num_layers: int, source: Path) -> list[int]:
     """Return the layers without rotation, whose entries in ``no_rope_layers`` are 0."""
-    interval = read_fields(fields, {"interval": ("no_rope_layer_interval", 1)}, source)["interval"]
+    interval = read_field(fields, "no_rope_layer_interval", 1, source)
     default = [int((layer + 1) % interval != 0) for layer in range(num_layers)]
     rotates = fields.get("no_rope_layers", default)
     is_list = isinstance(rotates, list) and len(rotates) >= num_layers
@@ -239,11 +235,10 @@ def _no_rope_layers(fields: Json, num_layers: int, source: Path) -> list[int]:
 def _windows(fields: Json, family: Family, num_layers: int, source: Path) -> Json:
     """Return the sliding window and the layers without it; nothing if no layer has one."""
     # 1) Read the size of the window, and whether it is in use.
-    window = read_fields(fields, {"size": ("sliding_window", 1)}, source)
+    window = read_field(fields, "sliding_window", 1, source)
     has_windows = "sliding_window" in fields
     if "use_sliding_window" in family.defaults:  # transformers ignores it in the other families
-        table = {"is_used": ("use_sliding_window", False)}
-        has_windows = read_fields(fields, table, source)["is_used"] and has_windows
+        has_windows = read_field(fields, "use_sliding_window", False, source) and has_windows
 
     # 2) Find the layers with a window, by the file or else by the family.
     first = fields.get("max_window_layers")
@@ -273,7 +268,7 @@ def _windows(fields: Json, family: Family, num_layers: int, source: Path) -> Jso
             f"{source} has layer_types {str(kinds)[:80]}, which transformers' {family.architecture}"
             " does not follow with the other fields: set them to what the model was trained with"
         )
-    return {"sliding_window": window["size"], "full_attention_layers": full}
+    return {"sliding_window": window, "full_attention_layers": full}
 
 
 def multipliers(config: LlamaConfig, family: Family) -> dict[str, float]:

@@ -21,11 +21,11 @@ from jllama.core.config import LLAMA_VALUES, ROPE_SCALINGS, LlamaConfig, RopeSca
 from jllama.core.parameters import PARAMETERS
 from jllama.formats.families import GGUF_FAMILIES, MULTIPLIERS, Family, family_of, multipliers
 from jllama.formats.gguf_file import MAGIC, OURS, PLAIN, read_gguf_file, shortest, write_gguf_file
-from jllama.formats.specs import TensorSpec
 from jllama.formats.tensors import (
     Checkpoint,
     FileTensor,
     OnProgress,
+    TensorSpec,
     have_same_bits,
     match_tensors,
     tensors_to_write,

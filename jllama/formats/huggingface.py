@@ -52,9 +52,11 @@ from jllama.system.files import (
     Json,
     errors_as,
     has_file,
+    read_field,
     read_fields,
     read_json_object,
     read_optional_json,
+    without_nulls,
     write_json,
 )
 from jllama.tokenizers.loading import save_huggingface
@@ -121,9 +123,7 @@ def config_from_huggingface(fields: Mapping[str, Any], source: Path) -> LlamaCon
     """
     family = _find_family(fields, source)
     defaults = {key: value for key, value in family.defaults.items() if key not in fields}
-    fields = {key: value for key, value in fields.items() if value is not None}
-    if fields.get("vocab_size") == -1:
-        del fields["vocab_size"]
+    fields = without_nulls(fields)
     _refuse_other_options(fields, family, source)
     rope = _rope_fields(fields, family, source)
     values = read_fields(defaults | fields | rope, _FIELDS, source)
@@ -131,8 +131,8 @@ def config_from_huggingface(fields: Mapping[str, Any], source: Path) -> LlamaCon
         LlamaConfig(**values)  # refuses sizes before lists of that many layers are made
     values |= read_options(defaults | fields, family, values["num_layers"], source)
     if "partial_rotary_factor" in family.optional:
-        table = {"partial_rotary_factor": ("partial_rotary_factor", 1.0)}
-        values |= read_fields(rope, table, source)
+        name = "partial_rotary_factor"
+        values[name] = read_field(rope, name, 1.0, source)
     with errors_as(source):
         scaling = _rope_scaling(rope, values["max_seq_len"], family, source)
         return LlamaConfig(**values, rope_scaling=scaling)
@@ -206,16 +206,15 @@ def _rope_fields(fields: Mapping[str, Any], family: Family, source: Path) -> Jso
         readings.append({"rope_type": reading.pop("type", "default")} | reading)
 
     # 3) Join them; if two values of a field differ, refuse the file.
-    rope: Json = {"rope_type": "default"}
-    for reading in readings:
-        rope |= reading
+    rope: Json = {}
     for reading in readings:
         for key, value in reading.items():
-            if rope[key] is not value and rope[key] != value:
+            other = rope.setdefault(key, value)
+            if other is not value and other != value:
                 raise JllamaError(
-                    f"{source} has {key} {value!r}, but {rope[key]!r} in another place: remove one"
+                    f"{source} has {key} {other!r}, but {value!r} in another place: remove one"
                 )
-    return rope
+    return {"rope_type": "default"} | rope
 
 
 def _full_attention_rope(by_layer: Json, source: Path) -> Json:
@@ -259,13 +258,12 @@ def _rope_scaling(
 
     # 2) Read the numbers of the scaling.
     keys = [key for key in rope if key not in ("rope_type", *_ROPE_COMMON, *fixed)]
-    numbers = read_fields(rope, {key: (key, 1.0) for key in keys}, source)
+    numbers = {key: read_field(rope, key, 1.0, source) for key in keys}
     if name == "default" and not numbers:
         return None
 
     # 3) Read the length that the model had before it was scaled.
-    table = {"length": ("original_max_position_embeddings", max_seq_len)}
-    length = read_fields(rope, table, source)["length"]
+    length = read_field(rope, "original_max_position_embeddings", max_seq_len, source)
     if kind.grows and length != max_seq_len:
         raise JllamaError(
             f"{source} has original_max_position_embeddings {length} and "

@@ -17,8 +17,14 @@ import numpy as np
 from jllama.core import JllamaError
 from jllama.core.config import LLAMA_VALUES, LlamaConfig, inverse_frequencies
 from jllama.core.parameters import count_parameters
-from jllama.formats.specs import TensorSpec, tensor_specs
-from jllama.formats.tensors import Checkpoint, OnProgress, blocks, reorder_rotary
+from jllama.formats.tensors import (
+    Checkpoint,
+    OnProgress,
+    TensorSpec,
+    blocks,
+    reorder_rotary,
+    tensor_specs,
+)
 from jllama.system.files import errors_as, has_file
 from jllama.tokenizers.llama2c import load_llama2c_tokenizer, save_llama2c_tokenizer
 

@@ -19,7 +19,6 @@ from jllama.core import JllamaError, UsageError
 from jllama.core.config import LlamaConfig, RopeScaling, llama_mlp_dim
 from jllama.core.parameters import PARAMETERS
 from jllama.formats.chat_files import read_text_files, write_chat_files
-from jllama.formats.specs import tensor_specs
 from jllama.formats.tensors import (
     Checkpoint,
     FileTensor,
@@ -29,6 +28,7 @@ from jllama.formats.tensors import (
     differences,
     have_same_bits,
     match_tensors,
+    tensor_specs,
     tensors_to_write,
 )
 from jllama.formats.torch_file import read_torch_file, write_torch_file
@@ -37,9 +37,11 @@ from jllama.models.rope_scaling import Llama3Scaling
 from jllama.system.files import (
     errors_as,
     has_file,
+    read_field,
     read_fields,
     read_json_object,
     read_optional_json,
+    without_nulls,
     write_json,
 )
 from jllama.tokenizers.loading import load_tokenizer, save_meta
@@ -112,10 +114,7 @@ def read(path: Path, rope_factor: float | None = None) -> Checkpoint:
             f"{path} lacks {PARAMS}: copy it there, "
             "the weights alone do not say what model they are"
         )
-    fields = read_json_object(source)
-    params = {key: value for key, value in fields.items() if value is not None}
-    if params.get("vocab_size") == -1:
-        del params["vocab_size"]
+    params = without_nulls(read_json_object(source))
     # 0 and -1 turn an option off.
     refused = [key for key, value in params.items() if key not in _KEYS and value not in (0, -1)]
     if refused:
@@ -140,10 +139,10 @@ def read(path: Path, rope_factor: float | None = None) -> Checkpoint:
     # The tensors, and the context: by jllama's own file, else that of the released Llama.
     tensors = match_tensors(joined, config, "meta", path)
     own = path / OURS
+    default = _family_max_seq_len(config)
     with errors_as(own):
-        table = {"max_seq_len": ("max_seq_len", _family_max_seq_len(config))}
-        sizes = read_fields(read_optional_json(own), table, own)
-        config = dataclasses.replace(config, **sizes)
+        max_seq_len = read_field(read_optional_json(own), "max_seq_len", default, own)
+        config = dataclasses.replace(config, max_seq_len=max_seq_len)
 
     # The tokenizer. Llama 1 and 2 were released with it in the folder above.
     tokenizer, template, stops = read_text_files(path)
@@ -212,8 +211,7 @@ def _rope_scaling(
     params: Mapping[str, Any], source: Path, factor: float | None, config: LlamaConfig
 ) -> RopeScaling | None:
     """Return the scaling in ``params.json``, with ``factor`` or that of a released Llama."""
-    table = {"is_scaled": ("use_scaled_rope", False)}
-    is_scaled = read_fields(params, table, source)["is_scaled"]
+    is_scaled = read_field(params, "use_scaled_rope", False, source)
     fields = {name: params[key] for name, key in Llama3Scaling.meta.items() if key in params}
     has_factor = "factor" in fields
     if fields and not is_scaled:

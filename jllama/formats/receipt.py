@@ -28,15 +28,15 @@ def fingerprints(params: Params) -> dict[str, UInt32[Array, "2"]]:
     place. It is the same in any order, and so on any mesh. It is no defense against forgery.
     """
     leaves: dict[str, Any] = flatten_dict(params, sep="/")
-    return {path: _fingerprint(leaf) for path, leaf in leaves.items()}
-
-
-def _fingerprint(leaf: Array) -> UInt32[Array, "2"]:
-    bits = jax.lax.bitcast_convert_type(leaf, _UNSIGNED[leaf.dtype.itemsize]).astype(jnp.uint32)
-    place = jnp.zeros(bits.shape, jnp.uint32)
-    for axis, size in enumerate(bits.shape):
-        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
-    return _sums(bits, place)
+    pairs = {}
+    for path, leaf in leaves.items():
+        unsigned = jax.lax.bitcast_convert_type(leaf, _UNSIGNED[leaf.dtype.itemsize])
+        place = jnp.zeros(leaf.shape, jnp.uint32)
+        for axis, size in enumerate(leaf.shape):
+            index = jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
+            place = place * jnp.uint32(size) + index
+        pairs[path] = _sums(unsigned.astype(jnp.uint32), place)
+    return pairs
 
 
 def _sums(bits: UInt32[Array, "..."], place: UInt32[Array, "..."]) -> UInt32[Array, "2"]:
@@ -56,9 +56,8 @@ def fingerprint_of_parts(parts: Iterable[np.ndarray]) -> str:
     for part in parts:
         bits = np.ascontiguousarray(part).reshape(-1).view(_UNSIGNED[part.itemsize])
         for first in range(0, len(bits), _BLOCK):
-            block = np.zeros(_BLOCK, np.uint32)
-            values = bits[first : first + _BLOCK]
-            block[: len(values)] = values
+            values = bits[first : first + _BLOCK].astype(np.uint32)
+            block = np.pad(values, (0, _BLOCK - len(values)))
             place = jnp.asarray((start + first) % 2**32, jnp.uint32)
             sums += np.asarray(_block_sums(jnp.asarray(block), place))
         start += len(bits)

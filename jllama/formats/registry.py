@@ -89,18 +89,45 @@ class Format:
         return dtype
 
 
-def _format(
-    description: str, room: Any, dtypes: Mapping[str, float] = FLOATS, **others: Any
-) -> Format:
-    return Format(description, room.recognizes, room.read, room.write, dtypes, **others)
-
-
 FORMATS: dict[str, Format] = {
-    "gguf": _format("a GGUF file", gguf, FLOATS | {"q8_0": 34 / 32}, is_file=True, suffix=".gguf"),
-    "meta": _format("a folder with params.json and consolidated.*.pth", meta, option="rope_factor"),
-    "llama2c": _format("a llama2.c file", llama2c, _FLOAT32, suffix=".bin"),
-    "hf": _format("a folder with config.json and safetensors", huggingface),
-    "orbax": _format("a training run", run, option="step", base_of=run.base_of),
+    "gguf": Format(
+        "a GGUF file",
+        gguf.recognizes,
+        gguf.read,
+        gguf.write,
+        FLOATS | {"q8_0": 34 / 32},
+        is_file=True,
+        suffix=".gguf",
+    ),
+    "meta": Format(
+        "a folder with params.json and consolidated.*.pth",
+        meta.recognizes,
+        meta.read,
+        meta.write,
+        option="rope_factor",
+    ),
+    "llama2c": Format(
+        "a llama2.c file",
+        llama2c.recognizes,
+        llama2c.read,
+        llama2c.write,
+        _FLOAT32,
+        suffix=".bin",
+    ),
+    "hf": Format(
+        "a folder with config.json and safetensors",
+        huggingface.recognizes,
+        huggingface.read,
+        huggingface.write,
+    ),
+    "orbax": Format(
+        "a training run",
+        run.recognizes,
+        run.read,
+        run.write,
+        option="step",
+        base_of=run.base_of,
+    ),
 }
 """The formats by name, in the order in which they are tried.
 
@@ -199,8 +226,7 @@ def load(
     # 3) Add the tokenizer, the chat template and the stop ids.
     tokenizer = checkpoint.tokenizer
     stop_ids = checkpoint.stop_ids
-    if tokenizer:
-        stop_ids = tokenizer.stops_or_eos(stop_ids)
+    stop_ids = tokenizer.stops_or_eos(stop_ids) if tokenizer else stop_ids
     matrix = checkpoint.tensors["layers/0/w_down"]
     return LanguageModel(
         checkpoint.config,

@@ -32,8 +32,14 @@ from jllama.formats.receipt import (
     fingerprint_of_parts,
     read_receipt,
 )
-from jllama.formats.specs import TensorSpec, as_matrix, tensor_specs
-from jllama.formats.tensors import FileTensor, LazyTensor, differences
+from jllama.formats.tensors import (
+    FileTensor,
+    LazyTensor,
+    TensorSpec,
+    as_matrix,
+    differences,
+    tensor_specs,
+)
 from jllama.parallel.distributed import process_index
 from jllama.system.files import Json, read_json_object, refuse_special_files
 

@@ -15,8 +15,14 @@ from jllama.core.parameters import shape_of
 from jllama.formats import run
 from jllama.formats.receipt import RECEIPT, read_receipt
 from jllama.formats.registry import open_checkpoint
-from jllama.formats.specs import TensorSpec, as_matrix, tensor_specs
-from jllama.formats.tensors import Checkpoint, FileTensor, blocks
+from jllama.formats.tensors import (
+    Checkpoint,
+    FileTensor,
+    TensorSpec,
+    as_matrix,
+    blocks,
+    tensor_specs,
+)
 from jllama.generation.text import prompt_ids
 from jllama.lab.checkpoint import PROSE
 from jllama.lab.checks import relative_error

@@ -20,8 +20,7 @@ from jllama import functional as F
 from jllama.core.config import LlamaConfig
 from jllama.core.model import Layer, attention_inputs, new_layer
 from jllama.core.parameters import Params, shape_of
-from jllama.formats.specs import TensorSpec, as_matrix, tensor_specs
-from jllama.formats.tensors import Checkpoint, blocks
+from jllama.formats.tensors import Checkpoint, TensorSpec, as_matrix, blocks, tensor_specs
 from jllama.models import oracle
 
 Stream = Float[np.ndarray, "seq embed"]

@@ -17,7 +17,7 @@ from jllama.core import JllamaError
 from jllama.core.config import LlamaConfig
 from jllama.core.model import KVCache, abstract_params
 from jllama.core.step import Batch
-from jllama.formats.specs import tensor_specs
+from jllama.formats.tensors import tensor_specs
 from jllama.functional import choose_cache_attention
 from jllama.lab import plan_program as program
 from jllama.lab.plan_devices import MEASURED, interconnect_s, topology_devices

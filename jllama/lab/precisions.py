@@ -15,7 +15,7 @@ import jllama.models.build
 from jllama import functional as F
 from jllama.core.config import LlamaConfig
 from jllama.core.parameters import Params, parameter_table
-from jllama.formats.specs import as_matrix
+from jllama.formats.tensors import as_matrix
 from jllama.kernels.int8 import int8_rows
 from jllama.lab.mutations import model_with
 

@@ -70,33 +70,45 @@ def read_optional_json(path: Path) -> Json:
     return read_json_object(path) if has_file(path) else {}
 
 
+def without_nulls(fields: Mapping[str, Any]) -> Json:
+    """Return the fields that a file sets: those but null, and but a ``vocab_size`` of -1."""
+    values = {name: value for name, value in fields.items() if value is not None}
+    if values.get("vocab_size") == -1:
+        del values["vocab_size"]
+    return values
+
+
 def read_fields(
     fields: Mapping[str, Any], table: Mapping[str, tuple[str, Any]], source: Path
 ) -> Json:
     """Return values of a file that describes a model, by our names.
 
+    ``table`` has for each of our names the arguments of ``read_field``: the key and the default.
+    """
+    return {name: read_field(fields, *entry, source) for name, entry in table.items()}
+
+
+def read_field(fields: Mapping[str, Any], key: str, default: Any, source: Path) -> Any:
+    """Return a value of a file that describes a model.
+
     Args:
         fields: the file's object.
-        table: for each of our names the file's key and a default; None requires a whole number.
+        key: the value's key.
+        default: the value of a missing key; None requires a whole number.
         source: the file, for messages.
 
     Raises:
-        JllamaError: a value does not have the default's type, or is not positive and finite.
+        JllamaError: the value does not have the default's type, or is not positive and finite.
     """
     kinds = {int: "a positive whole number", float: "a positive number", bool: "true or false"}
-    values = {}
-    for name, (key, default) in table.items():
-        value = fields.get(key, default)
-        kind = int if default is None else type(default)
-        is_kind = type(value) is kind or (kind is float and type(value) is int)
-        is_valid = is_kind and (kind is bool or 0 < value < 1e300)
-        is_checked = key in fields or default is None
-        if is_checked and not is_valid:
-            raise JllamaError(
-                f"{source} has {key} {json.dumps(value)[:100]}; it must be {kinds[kind]}"
-            )
-        values[name] = kind(value)
-    return values
+    value = fields.get(key, default)
+    kind = int if default is None else type(default)
+    is_kind = type(value) is kind or (kind is float and type(value) is int)
+    is_valid = is_kind and (kind is bool or 0 < value < 1e300)
+    is_checked = key in fields or default is None
+    if is_checked and not is_valid:
+        raise JllamaError(f"{source} has {key} {json.dumps(value)[:100]}; it must be {kinds[kind]}")
+    return kind(value)
 
 
 @contextlib.contextmanager

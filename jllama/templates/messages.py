@@ -170,20 +170,24 @@ def template_variables(
         # Whether a prompt begins with BOS: jllama's own variable, not one of transformers.
         "add_bos": tokenizer.add_bos,
     }
-    for name in sorted(more):
-        if name in variables:
-            raise UsageError(f"the chat template is given {name!r} in any case: leave it out")
+    for name in sorted(variables.keys() & more):
+        raise UsageError(f"the chat template is given {name!r} in any case: leave it out")
     return variables | more
 
 
 def message_ids(
-    tokenizer: Tokenizer, template: str, messages: Sequence[Message], add_generation_prompt: bool
+    tokenizer: Tokenizer,
+    template: str,
+    messages: Sequence[Message],
+    add_generation_prompt: bool,
+    tools: Any = None,
 ) -> list[int]:
     """Return the token ids of the text that a template makes of messages, which are not checked.
 
     Special tokens in the text become their ids.
     """
-    text = render(template, **template_variables(tokenizer, messages, add_generation_prompt))
+    variables = template_variables(tokenizer, messages, add_generation_prompt, tools)
+    text = render(template, **variables)
     return tokenizer.encode_with_special_tokens(text)
 
 

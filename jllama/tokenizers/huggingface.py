@@ -302,19 +302,17 @@ class HuggingFaceTokenizer(Tokenizer):
 
         # Unknown, control and user-defined tokens are added ones. The model's vocabulary needs the
         # other ones and the unknown token, and all ids before these.
-        is_special = {
-            TokenType.UNKNOWN: True,
-            TokenType.CONTROL: True,
-            TokenType.USER_DEFINED: False,
-        }
+        only_added = (TokenType.CONTROL, TokenType.USER_DEFINED)
+        flags = {"single_word": False, "lstrip": False, "normalized": False}
         added = []
         vocab_size = 0
-        for id, kind in enumerate(map(TokenType, kinds)):
-            if kind in is_special:
+        for id, kind in enumerate(kinds):
+            if kind in (TokenType.UNKNOWN, *only_added):
                 strips = vocabulary.strips_spaces and id not in (bos_id, eos_id, unknown_id)
-                token = AddedToken(tokens[id], is_special[kind])
-                added.append(_added_entry(id, token) | {"rstrip": strips})
-            if kind not in (TokenType.CONTROL, TokenType.USER_DEFINED):
+                is_special = kind != TokenType.USER_DEFINED
+                token = {"id": id, "content": tokens[id], "special": is_special, **flags}
+                added.append(token | {"rstrip": strips})
+            if kind not in only_added:
                 vocab_size = id + 1
 
         # The file.

@@ -30,8 +30,7 @@ from jllama.core.parameters import map_by_path
 from jllama.formats import adapters, registry
 from jllama.formats.gguf_file import read_gguf_file
 from jllama.formats.registry import ADAPTER_FORMATS, convert, load, open_checkpoint, save
-from jllama.formats.specs import tensor_specs
-from jllama.formats.tensors import base_fingerprint
+from jllama.formats.tensors import base_fingerprint, tensor_specs
 from jllama.lab.checks import relative_error
 from jllama.models.config import LoraConfig
 from jllama.models.language_model import LanguageModel

@@ -35,8 +35,7 @@ from jllama.formats.huggingface import (
     write,
 )
 from jllama.formats.registry import convert, load
-from jllama.formats.specs import tensor_specs
-from jllama.formats.tensors import load_params, size_bytes
+from jllama.formats.tensors import load_params, size_bytes, tensor_specs
 from jllama.lab.checks import random_params, relative_error
 from jllama.models import oracle
 from jllama.models.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling

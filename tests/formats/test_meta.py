@@ -23,8 +23,7 @@ from jllama.core.config import LlamaConfig
 from jllama.formats import meta
 from jllama.formats import tensors as tensors_module
 from jllama.formats.meta import read, recognizes, write
-from jllama.formats.specs import tensor_specs
-from jllama.formats.tensors import Checkpoint, load_params
+from jllama.formats.tensors import Checkpoint, load_params, tensor_specs
 from jllama.lab.checks import random_params, relative_error
 from jllama.models import oracle
 from jllama.models.presets import PRESETS

@@ -29,8 +29,7 @@ from jllama.core import JllamaError, UsageError
 from jllama.core.config import LlamaConfig
 from jllama.formats import huggingface, registry
 from jllama.formats.registry import convert, load, load_tokenizer, open_checkpoint, save
-from jllama.formats.specs import tensor_specs
-from jllama.formats.tensors import TensorsOfParams
+from jllama.formats.tensors import TensorsOfParams, tensor_specs
 from jllama.lab.checks import random_params, relative_error
 from jllama.models import oracle
 from jllama.models.decode_params import decode_layout

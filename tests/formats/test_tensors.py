@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from jllama.core.config import LlamaConfig
 from jllama.core.parameters import count_parameters, parameter_table
 from jllama.formats import tensors
-from jllama.formats.specs import tensor_specs
 from jllama.formats.tensors import (
     LazyTensor,
     blocks,
@@ -25,6 +24,7 @@ from jllama.formats.tensors import (
     match_tensors,
     permuted,
     size_bytes,
+    tensor_specs,
 )
 from jllama.kernels.int8 import int8_rows
 from jllama.lab.checks import random_params

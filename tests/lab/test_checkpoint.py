@@ -15,8 +15,7 @@ from jllama.core.config import LlamaConfig
 from jllama.core.parameters import count_parameters
 from jllama.formats import tensors
 from jllama.formats.registry import convert, load, save
-from jllama.formats.specs import tensor_specs
-from jllama.formats.tensors import Checkpoint, LazyTensor, TensorsOfParams
+from jllama.formats.tensors import Checkpoint, LazyTensor, TensorsOfParams, tensor_specs
 from jllama.lab import layerwise
 from jllama.lab.checkpoint import (
     HARD,

@@ -26,7 +26,7 @@ from jllama.core import UsageError, ops
 from jllama.core.config import BLOCKS, LlamaConfig
 from jllama.core.model import KVCache, Layer, abstract_params, as_token_ids, rope_frequencies
 from jllama.core.parameters import PARAMETERS, Parameter, parameter_table
-from jllama.formats.specs import as_matrix
+from jllama.formats.tensors import as_matrix
 from jllama.lab import equalities
 from jllama.lab.checks import random_params, relative_error, worst_error
 from jllama.lab.conformance import compiled_jllama, implementation_of
