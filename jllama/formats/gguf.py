@@ -390,20 +390,16 @@ def write(checkpoint: Checkpoint, target: Path, dtype: Dtype, on_progress: OnPro
     rope_keys, divisors = _rope_scaling_to_write(config, prefix)
 
     # 2) Collect the tensors, each with the type to write it in.
-    tensors = []
-    matrix_types = collections.Counter()
-    for name, spec, tensor in tensors_to_write(
+    named = tensors_to_write(
         checkpoint, "gguf", is_fused=family.is_fused, is_interleaved=family.is_interleaved
-    ):
-        type_ = _type_to_write(spec, tensor, dtype)
-        tensors.append((name, tensor, type_))
-        if len(tensor.shape) > 1:
-            matrix_types[type_.name] += 1
+    )
+    tensors = [(name, tensor, _type_to_write(spec, tensor, dtype)) for name, spec, tensor in named]
+    types = collections.Counter(type_.name for _, tensor, type_ in tensors if len(tensor.shape) > 1)
     if divisors is not None:
         tensors.append((ROPE_FREQS, divisors.astype(np.float32), GGMLQuantizationType.F32))
 
     # 3) Describe the model, its tokenizer and its chat template, and write the file.
-    main_type = matrix_types.most_common(1)[0][0]
+    main_type = types.most_common(1)[0][0]
     file_type = LlamaFileType[f"{'ALL' if main_type == 'F32' else 'MOSTLY'}_{main_type}"]
     fields = {key: _KINDS[name](getattr(config, name)) for name, key in _FIELDS.items()}
     fields["vocab_size"] = config.vocab_size
@@ -430,9 +426,8 @@ def _options_to_write(config: LlamaConfig, family: Family) -> dict[str, Any]:
     Raises:
         JllamaError: llama.cpp runs such a model with other layers.
     """
-    keys: dict[str, Any] = {}
-    for name, value in multipliers(config, family).items():
-        keys[MULTIPLIERS[name]] = value
+    factors = multipliers(config, family)
+    keys: dict[str, Any] = {MULTIPLIERS[name]: value for name, value in factors.items()}
     layers_of_llama_cpp = every_fourth(config.num_layers)
     if "no_rope_layers" in family.optional and config.no_rope_layers != layers_of_llama_cpp:
         raise JllamaError(

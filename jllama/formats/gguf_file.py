@@ -231,13 +231,11 @@ def shortest(value: float) -> float:
         return float(str(np.float32(value)))
 
 
-TypedTensor = tuple[
-    str, FileTensor, GGMLQuantizationType
-]  # to write: name, tensor, type in the file
-
-
 def write_gguf_file(
-    path: Path, metadata: Mapping[str, Any], tensors: Sequence[TypedTensor], on_progress: OnProgress
+    path: Path,
+    metadata: Mapping[str, Any],
+    tensors: Sequence[tuple[str, FileTensor, GGMLQuantizationType]],
+    on_progress: OnProgress,
 ) -> None:
     """Write a GGUF file of version 3, a block of rows at a time.
 

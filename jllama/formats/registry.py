@@ -8,7 +8,7 @@ import dataclasses
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -378,7 +378,7 @@ def open_checkpoint(
             checkpoint = open_checkpoint(base_path, rope_factor or base_factor)
         checkpoint = adapters.merge(checkpoint, _read_adapter(source, checkpoint.config, own_step))
     else:
-        checkpoint = _read(FORMATS.values(), format, source, rope_factor=rope_factor, step=own_step)
+        checkpoint = _read(format, source, rope_factor=rope_factor, step=own_step)
 
     # 2) Check that the tokenizer fits the embedding.
     tokenizer = checkpoint.tokenizer
@@ -399,23 +399,20 @@ def open_checkpoint(
 def _read_adapter(source: Path, config: LlamaConfig, step: int | None) -> adapters.Adapter:
     """Read an adapter of any format for a base with the architecture ``config``."""
     run_adapters = dataclasses.replace(FORMATS["orbax"], read=run.read_adapter)
-    formats = [run_adapters, *ADAPTER_FORMATS.values()]
-    for format in formats:
+    for format in (run_adapters, *ADAPTER_FORMATS.values()):
         if format.recognizes(source):
-            return _read(formats, format, source, config, step=step)
+            return _read(format, source, config, step=step)
     raise JllamaError(
         f"{source} is no adapter that jllama knows: give PEFT's folder, a GGUF LoRA, or a run"
     )
 
 
-def _read(
-    formats: Iterable[Format], format: Format, source: Path, *arguments: Any, **options: Any
-) -> Any:
-    """Read a path by its format; ``UsageError`` for an option that only others of them take."""
+def _read(format: Format, source: Path, *arguments: Any, **options: Any) -> Any:
+    """Read a path by its format; ``UsageError`` for an option that only other formats take."""
     options = {name: value for name, value in options.items() if value is not None}
     for name, value in options.items():
         if name != format.option:
-            takers = [other.description for other in formats if name == other.option]
+            takers = [other.description for other in FORMATS.values() if name == other.option]
             raise UsageError(
                 f"{source} is not {' or '.join(takers)}, "
                 f"so it has no {name} {value}: leave out the {name}"

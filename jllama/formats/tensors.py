@@ -59,12 +59,6 @@ class TensorSpec(NamedTuple):
     layer: int  # 0 outside the layers
     shape: tuple[int, ...]  # ``matrix_shape``, the same in every file format
 
-    @property
-    def joined_key(self) -> str:
-        """The path, among unstacked parameters, of the joined matrix; if there is none, ``key``."""
-        joined = self.parameter.joined
-        return f"layers/{self.layer}/{joined}" if joined else self.key
-
     def name(self, file_format: NamedFormat) -> str:
         """Return the tensor's name in files of a format."""
         return self.parameter.name(file_format, self.layer)
@@ -75,12 +69,9 @@ def tensor_specs(config: LlamaConfig) -> list[TensorSpec]:
     table = parameter_table(config)
     stacked = [path for path in table if path.startswith("layers/")]
     first, *last = (path for path in table if path not in stacked)
-    places = [(first, 0)]
-    for layer in range(config.num_layers):
-        places += [(path, layer) for path in stacked]
-    places += [(path, 0) for path in last]
+    in_layers = [(path, layer) for layer in range(config.num_layers) for path in stacked]
     specs = []
-    for path, layer in places:
+    for path, layer in [(first, 0), *in_layers, *((path, 0) for path in last)]:
         row = table[path]
         key = path.replace("/", f"/{layer}/")
         specs.append(TensorSpec(key, path, row, layer, matrix_shape(row, config)))
@@ -283,9 +274,10 @@ def match_tensors(
         )
     named = file_tensors(config, file_format, is_fused)
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-    expected = {}
-    for name, specs in named.items():
-        expected[name] = [sum(spec.shape[0] for spec in specs), *specs[0].shape[1:]]
+    expected = {
+        name: [sum(spec.shape[0] for spec in specs), *specs[0].shape[1:]]
+        for name, specs in named.items()
+    }
     problems = differences(shapes, expected)
     if problems:
         raise JllamaError(
@@ -430,12 +422,8 @@ class _Group(NamedTuple):
 
     specs: list[TensorSpec]
     tensor: FileTensor  # all of them, outputs behind outputs
+    dtype: np.dtype  # of its floats
     layout: list[tuple[tuple[int, ...], np.dtype]]  # of its values and, for int8, its scale
-
-    @property
-    def float_dtype(self) -> np.dtype:
-        """The dtype of its values or, for int8, of its scale."""
-        return self.layout[-1][1]
 
 
 def load_decode_params(
@@ -463,7 +451,7 @@ def load_decode_params(
         layout = [(tensor.shape, own)]
         if quantize and specs[0].parameter.inputs:
             layout = [(tensor.shape, np.dtype(np.int8)), (tensor.shape[:1], own)]
-        groups[path] = _Group(specs, tensor, layout)
+        groups[path] = _Group(specs, tensor, own, layout)
     groups = dict(sorted(groups.items(), key=lambda item: -math.prod(item[1].tensor.shape)))
 
     # Read it, from the cache if it is there.
@@ -513,12 +501,12 @@ def _read_group(
     if cached:
         stored, *scales = cached
         values = _put(stored, sharding)
-        on_progress(values.size * group.float_dtype.itemsize)
+        on_progress(values.size * group.dtype.itemsize)
     else:
         scales = [np.empty(*layout) for layout in scale_layout]  # one for int8, else none
 
         def fill(part: Sequence[slice], out: np.ndarray) -> None:
-            row_scales = _read_part(group.tensor, part, out, group.float_dtype, on_progress)
+            row_scales = _read_part(group.tensor, part, out, group.dtype, on_progress)
             for scale in scales:
                 scale[part[0]] = row_scales
 
@@ -538,10 +526,15 @@ def _put(array: np.ndarray, sharding: Sharding) -> jax.Array:
 
 
 def _group_specs(config: LlamaConfig, joins: bool) -> dict[str, list[TensorSpec]]:
-    """Return the tensors of each leaf of ``DecodeParams.weights``, by the leaf's path."""
+    """Return the tensors of each leaf of ``DecodeParams.weights``, by the leaf's path.
+
+    ``joins`` joins matrices as ``joined_groups`` says.
+    """
     groups = {}
     for spec in tensor_specs(config):
-        groups.setdefault(spec.joined_key if joins else spec.key, []).append(spec)
+        joined = spec.parameter.joined
+        path = f"layers/{spec.layer}/{joined}" if joins and joined else spec.key
+        groups.setdefault(path, []).append(spec)
     return groups
 
 
