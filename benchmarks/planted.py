@@ -139,8 +139,8 @@ MISTAKES = [
     Mistake(
         "tokenizers",
         "tokenizers/gguf.py",
-        'value("add_bos_token", bool, model == "llama" or pre in _WITH_BOS)',
-        'value("add_bos_token", bool, model == "llama")',
+        'read("add_bos_token", bool, is_pieces or pre in _WITH_BOS)',
+        'read("add_bos_token", bool, is_pieces)',
         "tokenizers/test_conversion.py formats/test_gguf.py",
     ),
     # data
@@ -204,8 +204,8 @@ MISTAKES = [
     Mistake(
         "templates",
         "templates/messages.py",
-        "end = len(text) - len(rest) + len(following)",
-        "end += len(following)",
+        "return len(text) - len(rest) + len(following)",
+        "return span.end + len(following)",
         "templates/test_answers.py data/test_chats.py",
     ),
     Mistake(
@@ -219,7 +219,7 @@ MISTAKES = [
     Mistake(
         "checkpoints",
         "formats/tensors.py",
-        "_copy(block, out[place.start - rows.start : place.stop - rows.start])",
+        "_copy(block, out[within])",
         "_copy(block, out[place])",
         "formats/test_tensors.py parallel/test_meshes.py",
     ),
