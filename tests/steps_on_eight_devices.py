@@ -8,16 +8,7 @@ import json
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
-from models import ON_EIGHT_DEVICES as CONFIG
-
-from jllama.core import UsageError
-from jllama.core.model import abstract_params
-from jllama.core.parameters import map_by_path
-from jllama.data.batches import text_batch
-from jllama.lab.checks import random_params, worst_error
-from jllama.lab.conformance import compiled_jllama
-from jllama.lab.equalities import (
+from equalities import (
     MESHES,
     Case,
     one_and_eight_devices,
@@ -27,6 +18,15 @@ from jllama.lab.equalities import (
     short_training,
     train_briefly,
 )
+from jax.sharding import NamedSharding
+from models import ON_EIGHT_DEVICES as CONFIG
+
+from jllama.core import UsageError
+from jllama.core.model import abstract_params
+from jllama.core.parameters import map_by_path
+from jllama.data.batches import text_batch
+from jllama.lab.checks import random_params, worst_error
+from jllama.lab.conformance import compiled_jllama
 from jllama.parallel.sharding import MeshConfig, make_mesh, state_sharding
 from jllama.parallel.shards import BATCH
 from jllama.training.compiling import compile_training

@@ -8,12 +8,12 @@ import json
 import jax
 import numpy as np
 import tuning
+from equalities import MESHES, one_and_eight_devices
 from helpers_families import PROMPTS, answers, likeliest
 from models import FAMILIES, family_weights
 
 from jllama.core import UsageError
 from jllama.generation.engine import Engine
-from jllama.lab.equalities import MESHES, one_and_eight_devices
 from jllama.models.config import LoraConfig
 from jllama.models.language_model import LanguageModel
 from jllama.parallel.config import MeshConfig

@@ -1,6 +1,5 @@
 """``jllama verify``: compare jllama, or a checkpoint, with the NumPy reference."""
 
-import contextlib
 import dataclasses
 import fnmatch
 import functools
@@ -179,23 +178,15 @@ def _verify_checkpoint(options: VerifyOptions, width: int) -> tuple[dict[str, An
 
 def _verify_jllama(options: VerifyOptions, width: int) -> tuple[dict[str, Any], Iterable[Any]]:
     """Return the matrix of jllama's own checks as JSON, and as printable lines."""
-    import jax
-
-    from jllama.lab import checks, conformance, equalities, mutations
+    from jllama.lab import attention, checks, conformance, mutations
     from jllama.system.devices import num_cores
-
-    # Eight CPU devices simulate a mesh; all else runs on the first device. If JAX is in use
-    # already, they cannot be made, and the check of sharding fails.
-    with contextlib.suppress(RuntimeError):
-        jax.config.update("jax_num_cpu_devices", 8)
 
     # Select the checks.
     start_s = time.perf_counter()
-    right = conformance.compiled_jllama()
     matrix = (
-        conformance.conformance_checks(right)
+        conformance.conformance_checks(conformance.compiled_jllama())
         + mutations.mutation_checks()
-        + equalities.equality_checks(right)
+        + attention.attention_checks()
     )
     selected = [check for check in matrix if _is_selected(check.name, options.only)]
     if not selected:

@@ -26,13 +26,14 @@ TOLERANCE = 1e-5
 VISIBLE = 100
 """A deliberate mistake must move the logits by at least this many tolerances."""
 
-Group = Literal["conformance", "mutations", "equalities"]
+Group = Literal["conformance", "mutations", "attention"]
 _TITLES: dict[Group, str] = {
     "conformance": "Conformance: relative error of the logits against the float64 oracle, "
     "by variant and file format",
     "mutations": "Mutations: how far one deliberate mistake moves the logits, "
     f"and how many tolerances that is (at least {VISIBLE})",
-    "equalities": "Equalities: ways of running the same model that must agree",
+    "attention": "Attention: relative error of each implementation against the float64 oracle, "
+    "by mask and dtype",
 }
 _CELL_WIDTH = 10
 
@@ -170,13 +171,11 @@ def matrix(checks: Sequence[Check], width: int, seconds: float) -> Iterator[Rend
     for group, title in _TITLES.items():
         members = [check for check in checks if check.group == group]
         if members:
-            tolerances = {check.tolerance for check in members}
-            common = f"; tolerance {tolerances.pop():.0e}" if len(tolerances) == 1 else ""
-            yield Text(f"\n{title}{common}", style="bold")
-            if group == "equalities":
-                yield _listing(members)
-            else:
-                yield from _grid(members, width)
+            tolerances = " or ".join(
+                f"{size:.0e}" for size in {one.tolerance: 0 for one in members}
+            )
+            yield Text(f"\n{title}; tolerance {tolerances}", style="bold")
+            yield from _grid(members, width)
     yield ""
     for check in checks:
         if not check.passed:
@@ -229,15 +228,6 @@ def precision_note(platform: str) -> str:
         "set JAX_DEFAULT_MATMUL_PRECISION=highest for the same in your own float32 runs. "
         "Kernels for 16-bit numbers refuse float32; they are checked in bfloat16."
     )
-
-
-def _listing(checks: Sequence[Check]) -> Table:
-    """Return a table with a line for each check, as their tolerances differ."""
-    numbers = (Column(name, justify="right") for name in ("error", "tolerance"))
-    table = Table("", "", *numbers, box=None, pad_edge=False)
-    for check in checks:
-        table.add_row(check.row, check.column, _cell(check), f"{check.tolerance:.0e}")
-    return table
 
 
 def _grid(checks: Sequence[Check], width: int) -> Iterator[Table]:

@@ -47,14 +47,11 @@ class Implementation(NamedTuple):
         forward: ``(config, params, tokens, segments=None, positions=None, attention="auto")`` to
             logits.
         extend: ``(config, decode params, tokens, cache, counts)`` to ``(logits, cache)``.
-        loss: ``(config, params, tokens, mask, remat=False)`` to the mean loss in nats of all tokens
-            but the first where ``mask`` holds; zero if there are none.
     """
 
     load: Callable[..., LanguageModel]
     forward: Callable[..., Array]
     extend: Callable[..., tuple[Array, KVCache]]
-    loss: Callable[..., Array]
 
 
 def implementation_of(model: types.ModuleType) -> Implementation:
@@ -75,15 +72,7 @@ def implementation_of(model: types.ModuleType) -> Implementation:
         hidden, cache = llama.decode(*inputs)
         return llama.logits(hidden), cache
 
-    def loss(
-        config: LlamaConfig, params: Params, tokens: Array, mask: Array, remat: bool = False
-    ) -> Array:
-        llama = model.build_model(config, params, remat="block" if remat else "dots")
-        hidden = llama.hidden(tokens[:, :-1])
-        total, count = llama.loss(hidden, tokens[:, 1:], mask)
-        return total / jnp.maximum(count, 1)
-
-    return Implementation(registry.load, forward, extend, loss)
+    return Implementation(registry.load, forward, extend)
 
 
 def compile_implementation(implementation: Implementation) -> Implementation:

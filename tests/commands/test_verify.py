@@ -139,7 +139,7 @@ def test_a_check_that_raises_has_failed_and_the_others_go_on():
         Check("conformance", "a", "y", unreadable),
         Check("conformance", "b", "x", lambda: 1e-6),
         Check("mutations", "b", "x", lambda: math.nan),
-        Check("equalities", "masked", "mine", refused),
+        Check("attention", "masked", "mine", refused),
     ]
     results = list(run_checks(checks))
     problems = [one.problem for one in results]
@@ -152,7 +152,7 @@ def test_a_check_that_raises_has_failed_and_the_others_go_on():
     assert first == "conformance/a/x: ValueError: shapes differ"
     assert verdict.startswith("FAIL: 1 of 4 checks passed, 1 refused by the attention")
     *_, table, _, verdict = matrix(results[-1:], 80, 1.0)
-    assert [cell.plain for cell in table.columns[2].cells] == ["refused"]
+    assert [cell.plain for cell in table.columns[1].cells] == ["refused"]
     assert str(verdict).startswith("PASS: 0 of 0 checks passed, 1 refused by the attention")
 
 
@@ -171,7 +171,7 @@ def test_tables_fit_and_hold_every_cell(width):
         for c in range(12)
     ]
     results.append(result("mutations", "row 0", "theta", 0.5))
-    results.append(result("equalities", "remat", "loss", 1e-7))
+    results.append(result("attention", "remat", "loss", 1e-7))
     shown = printed(results, width).export_text()
     for row, extra in ((1, 0), (2, 0), (3, 1)):  # the largest is in the last line, too
         assert shown.count(f"{row}.0e-06") == 12 + extra
@@ -246,7 +246,7 @@ def test_checks_side_by_side_come_in_their_order():
         return float(number)
 
     several = [
-        Check("equalities", "row", str(number), functools.partial(compute, number))
+        Check("attention", "row", str(number), functools.partial(compute, number))
         for number in range(4)
     ]
     assert [check.error for check in run_checks(several, 4)] == [0.0, 1.0, 2.0, 3.0]

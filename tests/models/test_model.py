@@ -8,6 +8,7 @@ import functools
 import itertools
 import warnings
 
+import equalities
 import jax
 import jax.numpy as jnp
 import models
@@ -27,9 +28,8 @@ from jllama.core.config import BLOCKS, LlamaConfig
 from jllama.core.model import KVCache, Layer, abstract_params, as_token_ids, rope_frequencies
 from jllama.core.parameters import PARAMETERS, Parameter, parameter_table
 from jllama.formats.tensors import as_matrix
-from jllama.lab import equalities
 from jllama.lab.checks import random_params, relative_error, worst_error
-from jllama.lab.conformance import compiled_jllama, implementation_of
+from jllama.lab.conformance import implementation_of
 from jllama.models import oracle
 from jllama.models.build import build_model
 from jllama.models.decode_params import decode_layout
@@ -70,7 +70,9 @@ tokens_of_rows = st.builds(
 
 PLAIN = implementation_of(jllama.models.build)
 forward_, extend_ = PLAIN.forward, PLAIN.extend
-loss_and_gradients = equalities.loss_and_gradients(compiled_jllama())
+WAYS = equalities.ways_of(jllama.models.build)
+LOSS = WAYS.loss
+loss_and_gradients = equalities.loss_and_gradients(WAYS)
 
 
 def assert_trees_near(actual, expected, tolerance=TOLERANCE):
@@ -261,7 +263,7 @@ def test_unstacked_layers_are_the_stacked_ones_in_order():
 def test_remat_does_recompute():
     counts = []
     for remat in (False, True):
-        program = jax.make_jaxpr(jax.grad(functools.partial(PLAIN.loss, BASE, remat=remat)))(
+        program = jax.make_jaxpr(jax.grad(functools.partial(LOSS, BASE, remat=remat)))(
             weights(BASE), TOKENS[:, :SHORT], np.ones((3, SHORT - 1), bool)
         )
         counts.append(str(program).count(" dot_general["))

@@ -1,10 +1,11 @@
-"""Equalities: the same result however a model is run, and attention against the oracle.
+"""Equalities: the same result however a model is run.
 
 Each ``..._error`` function runs one model in two ways and returns the relative error between them.
 It takes the code under test, so that the tests can plant mistakes in it.
 """
 
 import functools
+import types
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
@@ -12,18 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from jllama import functional as F
 from jllama.core import JllamaError
 from jllama.core.config import LlamaConfig
 from jllama.core.model import KVCache
 from jllama.core.parameters import Params
 from jllama.core.step import TrainState
 from jllama.data.batches import text_batch
+from jllama.lab.attention import attentions
 from jllama.lab.checks import TOLERANCE, Check, random_params, relative_error, worst_error
-from jllama.lab.conformance import Implementation, Tokens, small
-from jllama.models import oracle
+from jllama.lab.conformance import Tokens, compile_implementation, implementation_of, small
 from jllama.models.decode_params import DecodeParams, decode_layout
 from jllama.parallel.sharding import MeshConfig, make_mesh, state_sharding
 from jllama.parallel.shards import BATCH
@@ -34,8 +34,6 @@ CLOSE = 1e-6
 """Relative error of float32 sums that are taken in nearly the same order."""
 BFLOAT16_TOLERANCE = 3e-2
 """Relative error of logits: one rounding is off by up to 2e-3, a dozen in two blocks by 1e-2."""
-DTYPES = ((jnp.float32, "", TOLERANCE), (jnp.bfloat16, " in bfloat16", 1e-2))
-"""Dtypes that attention is checked in, what they add to its name, and the tolerance."""
 SEQ = 24
 LONG = 300
 FAR = 100_000
@@ -57,24 +55,45 @@ MESHES = {
     "fsdp=2 tensor=2 sequence=2": MeshConfig(1, 2, 2, 2),
 }
 """How eight devices share the work."""
-HEADS = 8
-HEAD_DIM = 64
-WINDOW = 70
-KV_HEADS = (8, 2, 1)
-"""Multi-head, grouped-query and multi-query attention."""
-
-Attention = Callable[[Array, Array, Array, F.Mask], Array]
-"""``(query, key, value, mask)`` to the mixed values, shaped as in ``functional.attention``."""
-Dense = Bool[np.ndarray, "rows seq kv_seq"]
 Lengths = Int[np.ndarray, "rows"]
 Chunks = Iterable[tuple[int, Lengths | int]]
 """The width of each chunk, and how many tokens each row is fed, if it has as many left."""
 
 
+class Ways(NamedTuple):
+    """The functions under test.
+
+    Attributes:
+        forward: as of ``lab.conformance.Implementation``.
+        extend: likewise.
+        loss: ``(config, params, tokens, mask, remat=False)`` to the mean loss in nats of all tokens
+            but the first where ``mask`` holds; zero if there are none.
+    """
+
+    forward: Callable[..., Array]
+    extend: Callable[..., tuple[Array, KVCache]]
+    loss: Callable[..., Array]
+
+
+def ways_of(model: types.ModuleType) -> Ways:
+    """Return the functions of ``models.build`` or a copy of it, compiled but for the loss."""
+
+    def loss(
+        config: LlamaConfig, params: Params, tokens: Array, mask: Array, remat: bool = False
+    ) -> Array:
+        llama = model.build_model(config, params, remat="block" if remat else "dots")
+        hidden = llama.hidden(tokens[:, :-1])
+        total, count = llama.loss(hidden, tokens[:, 1:], mask)
+        return total / jnp.maximum(count, 1)
+
+    compiled = compile_implementation(implementation_of(model))
+    return Ways(compiled.forward, compiled.extend, loss)
+
+
 class Case(NamedTuple):
     """The code under test, a model in the training layout, and rows of tokens."""
 
-    implementation: Implementation
+    implementation: Any  # ``Ways``, or what has those of them that are run
     config: LlamaConfig
     params: Params
     tokens: Tokens
@@ -93,7 +112,7 @@ class Case(NamedTuple):
         return np.asarray(logits)
 
 
-def equality_checks(implementation: Implementation) -> list[Check]:
+def equality_checks(implementation: Ways) -> list[Check]:
     """Return all checks of the group, on one small model with Llama 3.2's RoPE.
 
     Their tolerance is ``TOLERANCE`` where none is stated.
@@ -155,7 +174,7 @@ def equality_checks(implementation: Implementation) -> list[Check]:
             positions,
             tolerance=BFLOAT16_TOLERANCE,
         ),
-        # Each attention against reference attention and the oracle.
+        # Each attention against reference attention.
         *(
             _check(
                 "packed documents against reference attention",
@@ -167,20 +186,6 @@ def equality_checks(implementation: Implementation) -> list[Check]:
             )
             for name in attentions()
             if name != "reference"
-        ),
-        *(
-            _check(
-                f"attention against the oracle, {kind}",
-                name + suffix,
-                attention_error,
-                attention,
-                *masks,
-                dtype,
-                tolerance=tolerance,
-            )
-            for kind, masks in attention_masks().items()
-            for dtype, suffix, tolerance in DTYPES
-            for name, attention in attentions().items()
         ),
         # Sharding.
         *(
@@ -314,7 +319,7 @@ def bfloat16_error(case: Case, positions: Tokens) -> float:
 
 
 @functools.cache
-def loss_and_gradients(implementation: Implementation) -> Callable[..., tuple[Array, Params]]:
+def loss_and_gradients(implementation: Ways) -> Callable[..., tuple[Array, Params]]:
     """Return ``implementation.loss`` with its gradients for all parameters, compiled."""
     return jax.jit(
         jax.value_and_grad(implementation.loss, argnums=1), static_argnames=("config", "remat")
@@ -330,72 +335,6 @@ def remat_error(case: Case, part: Literal[0, 1]) -> float:
         for remat in (True, False)
     )
     return worst_error(recomputed, stored)
-
-
-def attentions() -> dict[str, Attention]:
-    """Return the registered attention implementations of this platform."""
-    platforms = ("", jax.default_backend())
-    return {
-        name: functools.partial(F.attention, implementation=name)
-        for name, entry in F.ATTENTION.items()
-        if entry.platform in platforms
-    }
-
-
-def attention_masks(seq: int = 160) -> dict[str, tuple[F.Mask, Dense]]:
-    """Return masks of two rows by their kind, each also as a dense mask.
-
-    In the last one, the queries of one row see nothing.
-    """
-    keys = np.arange(seq)
-    causal = np.tri(seq, dtype=bool)
-    segments = np.sort(np.random.default_rng(0).integers(0, 3, (2, seq)))
-    same_document = segments[:, :, None] == segments[:, None]
-    in_window = np.subtract.outer(keys, keys) < WINDOW
-    offset = np.array([5, 70])
-    lengths = np.array([seq // 3, 0])
-    make: Any = F.Mask  # takes NumPy arrays until they are converted below
-    masks = {
-        "causal": (make(), causal),
-        "packed documents": (make(None, segments, segments), causal & same_document),
-        "sliding window": (make(window=WINDOW), causal & in_window),
-        "packed documents in a window": (
-            make(None, segments, segments, window=WINDOW),
-            causal & in_window & same_document,
-        ),
-        "after other tokens": (make(offset), keys <= offset[:, None, None] + keys[:, None]),
-        "ragged lengths": (
-            make(np.array([seq]), lengths=lengths),
-            (keys < lengths[:, None])[:, None],
-        ),
-    }
-    return {
-        kind: (jax.tree.map(jnp.asarray, mask), np.broadcast_to(dense, (2, seq, seq)))
-        for kind, (mask, dense) in masks.items()
-    }
-
-
-def attention_error(
-    attention: Attention, mask: F.Mask, dense: Dense, dtype: Any = jnp.float32, seed: int = 0
-) -> float:
-    """Compare attention with the float64 oracle's on the same random inputs, for all ``KV_HEADS``.
-
-    ``dense`` is ``mask`` written out for the oracle.
-    """
-    rng = np.random.default_rng(seed)
-    rows, seq, kv_seq = dense.shape
-    inputs = []
-    for kv_heads in KV_HEADS:
-        shapes = ((HEADS, seq), (kv_heads, kv_seq), (kv_heads, kv_seq))
-        normal = (rng.standard_normal((rows, *shape, HEAD_DIM)) for shape in shapes)
-        inputs.append([jnp.asarray(array, dtype) for array in normal])
-    compute = jax.jit(lambda inputs, mask: [attention(q, k, v, mask) for q, k, v in inputs])
-    actual = compute(inputs, mask)
-    expected = []
-    for arrays in inputs:
-        exact = (np.asarray(array, np.float64) for array in arrays)
-        expected.append([oracle.attention(*row) for row in zip(*exact, dense, strict=True)])
-    return worst_error(np.concatenate(actual), np.concatenate(expected))
 
 
 def one_and_eight_devices(sizes: MeshConfig) -> tuple[Mesh, Mesh]:
