@@ -3,9 +3,9 @@
 import json
 
 import torch
+from reference_writers import meta_params, meta_shards, meta_tensors
 
 from jllama.lab.checks import random_params
-from jllama.lab.reference_writers import meta_params, meta_shards, meta_tensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -7,11 +7,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from reference_writers import FORMAT_WRITERS
 
 from jllama.core.config import LlamaConfig
 from jllama.formats import registry
+from jllama.lab import conformance
 from jllama.lab.checks import random_params
-from jllama.lab.conformance import compiled_jllama, implementation_of
+from jllama.lab.conformance import VARIANTS, compiled_jllama, implementation_of
 from jllama.models.decode_params import decode_layout
 from jllama.models.language_model import LanguageModel
 from jllama.models.rope_scaling import YarnScaling
@@ -151,8 +153,8 @@ def served(seed=0, dtype="float32", quantize=None):
 def planted(mutation):
     """Return an implementation, loading included, with a mistake of ``lab.mutations``."""
 
-    def load(path, layout, rope_factor):
-        model = registry.load(path, layout="training", rope_factor=rope_factor)
+    def load(path, layout):
+        model = registry.load(path, layout="training")
         config, params = model.config, model.params
         if mutation.applies(config):
             config, params = mutation.misread(config, params)
@@ -162,6 +164,18 @@ def planted(mutation):
         )
 
     return implementation_of(mutation.model)._replace(load=load)
+
+
+def written_variant(folder, name, file_format):
+    """Write a variant of ``lab.conformance`` by a writer of ``reference_writers``, once a folder.
+
+    Return its path.
+    """
+    path = folder / f"{name} {file_format}"
+    if not path.exists():
+        config = VARIANTS[name]
+        FORMAT_WRITERS[file_format].write(path, config, conformance.weights(config))
+    return path
 
 
 ON_EIGHT_DEVICES = LlamaConfig(

@@ -38,13 +38,17 @@ _TITLES: dict[Group, str] = {
 _CELL_WIDTH = 10
 
 
+class RefusedError(JllamaError):
+    """A format cannot hold a model."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Check:
     """One comparison, with its result once ``run_check`` has run it.
 
     ``compute`` returns a relative error, which becomes ``error``. If it raises, ``error`` is NaN.
-    Then ``refusal`` says why an attention implementation cannot serve the arguments, or
-    ``problem`` is any other message.
+    Then ``refusal`` says why a format cannot hold the model, or an attention implementation cannot
+    serve the arguments, or ``problem`` is any other message.
     """
 
     group: Group
@@ -89,7 +93,7 @@ def run_check(check: Check) -> Check:
     try:
         with jax.default_matmul_precision("highest"):
             return dataclasses.replace(check, error=check.compute())
-    except UnsupportedAttention as refused:
+    except (UnsupportedAttention, RefusedError) as refused:
         return dataclasses.replace(check, refusal=str(refused))
     except JllamaError as raised:
         return dataclasses.replace(check, problem=str(raised))
@@ -203,7 +207,7 @@ def _summary(checks: Sequence[Check]) -> str:
     verdict = "PASS" if num_passed == len(served) else "FAIL"
     parts = [f"{verdict}: {num_passed} of {len(served)} checks passed"]
     if len(served) < len(checks):
-        parts.append(f"{len(checks) - len(served)} refused by the attention implementation")
+        parts.append(f"{len(checks) - len(served)} refused by a format or an implementation")
     computed = [check for check in checks if not math.isnan(check.error)]
     errors = [check.error for check in computed if check.group == "conformance"]
     if errors:

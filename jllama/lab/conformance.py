@@ -20,12 +20,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import jllama.models.build
+from jllama.core import JllamaError
 from jllama.core.config import LlamaConfig
 from jllama.core.model import KVCache
 from jllama.core.parameters import Params
 from jllama.formats import registry
-from jllama.lab.checks import Check, random_params, relative_error, worst_error
-from jllama.lab.reference_writers import FORMAT_WRITERS
+from jllama.lab.checks import Check, RefusedError, random_params, relative_error, worst_error
 from jllama.models import oracle
 from jllama.models.decode_params import DecodeParams
 from jllama.models.language_model import LanguageModel
@@ -43,7 +43,7 @@ class Implementation(NamedTuple):
     """The functions under test.
 
     Attributes:
-        load: ``(path, layout=..., rope_factor=...)``, as ``jllama.load``.
+        load: ``(path, layout=...)``, as ``jllama.load``.
         forward: ``(config, params, tokens, segments=None, positions=None, attention="auto")`` to
             logits.
         extend: ``(config, decode params, tokens, cache, counts)`` to ``(logits, cache)``.
@@ -215,48 +215,44 @@ def cached_error(
     return relative_error(decoded[0, 0], reference_logits(variant, 1, _CHUNK + 1)[0, -1])
 
 
-def conformance_checks(implementation: Implementation, folder: Path | None = None) -> list[Check]:
-    """Return a check of each variant in each format that can hold it.
-
-    Args:
-        implementation: the code under test.
-        folder: where to keep the files, so that further implementations can load them; if it is
-            None, each file is removed at once.
-    """
+def conformance_checks(implementation: Implementation) -> list[Check]:
+    """Return a check of each variant in each format."""
     return [
         Check(
             "conformance",
             name,
             file_format,
-            functools.partial(format_error, implementation, name, file_format, folder),
+            functools.partial(format_error, implementation, name, file_format),
         )
-        for name, variant in VARIANTS.items()
-        for file_format, writer in FORMAT_WRITERS.items()
-        if writer.holds(variant)
+        for name in VARIANTS
+        for file_format in registry.FORMATS
     ]
 
 
-def format_error(
-    implementation: Implementation, name: str, file_format: str, folder: Path | None
-) -> float:
-    """Write a variant in a format, load it, and compute the error of its logits.
+def format_error(implementation: Implementation, name: str, file_format: str) -> float:
+    """Write a variant in a format, and compute the ``file_error`` of the file.
+
+    Raises:
+        RefusedError: the format cannot hold the variant.
+    """
+    variant = VARIANTS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model"
+        try:
+            registry.save(LanguageModel(variant, weights(variant)), path, file_format)
+        except JllamaError as error:
+            raise RefusedError(str(error)) from error
+        return file_error(implementation, path, variant)
+
+
+def file_error(implementation: Implementation, path: Path, variant: LlamaConfig) -> float:
+    """Load a variant from a file, and compute the error of its logits.
 
     The result is the larger one of ``cached_error`` in the decoding layout and ``whole_error`` in
     the training layout.
     """
-    variant = VARIANTS[name]
-    is_meta = file_format.startswith("meta")
-    # Meta's files state neither the factor of RoPE's scaling nor the context length.
-    rope_factor = variant.rope_scaling.factor if is_meta and variant.rope_scaling else None
     errors = []
-    with tempfile.TemporaryDirectory() as scratch:
-        path = (folder or Path(scratch)) / f"{name} {file_format}"
-        if not path.exists():
-            FORMAT_WRITERS[file_format].write(path, variant, weights(variant))
-        for layout, compute in (("decode", cached_error), ("training", whole_error)):
-            model = implementation.load(path, layout=layout, rope_factor=rope_factor)
-            config = model.config
-            if is_meta:  # no logit of what these files can hold depends on the context length
-                config = dataclasses.replace(config, max_seq_len=variant.max_seq_len)
-            errors.append(compute(implementation, config, model.params, variant))
+    for layout, compute in (("decode", cached_error), ("training", whole_error)):
+        model = implementation.load(path, layout=layout)
+        errors.append(compute(implementation, model.config, model.params, variant))
     return float(np.max(errors))

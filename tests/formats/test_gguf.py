@@ -18,13 +18,13 @@ from helpers import assert_same_bits
 from helpers_checkpoints import in_dtype, message, opened, small_configs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference_writers import gguf_divisors, gguf_metadata, gguf_tensors, interleave
 
 from jllama.core import JllamaError
 from jllama.core.config import LlamaConfig
 from jllama.formats import gguf
 from jllama.formats.tensors import load_params
 from jllama.lab.checks import random_params, relative_error
-from jllama.lab.reference_writers import gguf_divisors, gguf_metadata, gguf_tensors, interleave
 from jllama.models import oracle
 from jllama.models.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
 from jllama.tokenizers.base import BytesTokenizer

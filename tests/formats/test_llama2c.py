@@ -14,13 +14,13 @@ from helpers import assert_same_bits
 from helpers_checkpoints import in_dtype, message, opened, small_configs
 from hypothesis import given
 from hypothesis import strategies as st
+from reference_writers import FORMAT_WRITERS
 
 from jllama.core import JllamaError
 from jllama.core.config import LlamaConfig
 from jllama.formats import llama2c
 from jllama.formats.tensors import load_params
 from jllama.lab.checks import random_params, relative_error
-from jllama.lab.reference_writers import FORMAT_WRITERS
 from jllama.models import oracle
 from jllama.models.rope_scaling import LinearScaling
 from jllama.tokenizers.base import BytesTokenizer

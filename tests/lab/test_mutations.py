@@ -1,16 +1,18 @@
 """Planted mistakes fail exactly the checks that they concern."""
 
 import dataclasses
+import functools
 
 import pytest
-from models import planted
+from models import planted, written_variant
+from reference_writers import FORMAT_WRITERS
 
 import jllama.models.build
 from jllama.core.model import rope_frequencies
 from jllama.core.parameters import Params
-from jllama.lab.checks import VISIBLE, run_checks
+from jllama.lab.checks import VISIBLE, Check, run_checks
 from jllama.lab.conformance import VARIANTS as ALL_VARIANTS
-from jllama.lab.conformance import conformance_checks, implementation_of
+from jllama.lab.conformance import file_error, implementation_of
 from jllama.lab.mutations import (
     MUTATIONS,
     Mistake,
@@ -18,7 +20,6 @@ from jllama.lab.mutations import (
     model_with,
     mutation_checks,
 )
-from jllama.lab.reference_writers import FORMAT_WRITERS
 
 pytestmark = pytest.mark.slow
 
@@ -51,8 +52,19 @@ def run_conformance(implementation, folder, formats, variants):
 
     Nothing is compiled: each planted copy would be, for each variant.
     """
-    checks = conformance_checks(implementation, folder)
-    checks = [check for check in checks if check.row in variants and check.column in formats]
+    checks = [
+        Check(
+            "conformance",
+            name,
+            column,
+            functools.partial(
+                file_error, implementation, written_variant(folder, name, column), config
+            ),
+        )
+        for name, config in variants.items()
+        for column in formats
+        if FORMAT_WRITERS[column].holds(config)
+    ]
     results = list(run_checks(checks))
     passed = {(result.row, result.column) for result in results if result.passed}
     failed = {(result.row, result.column) for result in results if result.ratio >= VISIBLE}

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import itertools
 import json
 import sys
@@ -10,15 +11,17 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference_writers
 from helpers import assert_same_bits, slow_but
 from hypothesis import given
 from hypothesis import strategies as st
+from models import written_variant
+from reference_writers import FORMAT_WRITERS, meta_shards, meta_tensors
 
 import jllama
 from jllama.core.config import LlamaConfig
-from jllama.lab import reference_writers
-from jllama.lab.checks import random_params, relative_error
-from jllama.lab.reference_writers import FORMAT_WRITERS, meta_shards, meta_tensors
+from jllama.lab.checks import TOLERANCE, random_params, relative_error
+from jllama.lab.conformance import VARIANTS, compiled_jllama, file_error
 from jllama.models import oracle
 from jllama.models.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
 
@@ -109,6 +112,31 @@ def test_jllama_reads_the_same_config_and_the_same_bits(tmp_path, monkeypatch, n
         config = dataclasses.replace(config, max_seq_len=model.config.max_seq_len)
     assert model.config == config
     assert_same_bits(model.params, params)
+
+
+def load_meta(config, path, layout):
+    """Meta's files state neither the factor of RoPE's scaling nor the context length."""
+    factor = config.rope_scaling.factor if config.rope_scaling else None
+    model = jllama.load(path, layout=layout, rope_factor=factor)
+    known = dataclasses.replace(model.config, max_seq_len=config.max_seq_len)
+    return dataclasses.replace(model, config=known)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_is_read_from_every_format(name, tmp_path):
+    config = VARIANTS[name]
+    errors = {}
+    for column, writer in FORMAT_WRITERS.items():
+        implementation = compiled_jllama()
+        if column.startswith("meta"):
+            load = functools.partial(load_meta, config)
+            implementation = implementation._replace(load=load)
+        if writer.holds(config):
+            path = written_variant(tmp_path, name, column)
+            errors[column] = file_error(implementation, path, config)
+    assert len(errors) >= 3
+    assert max(errors.values()) < TOLERANCE, errors
 
 
 def test_they_share_nothing_with_the_readers():

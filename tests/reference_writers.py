@@ -556,4 +556,4 @@ FORMAT_WRITERS = {
     "gguf": FormatWriter(_gguf_holds, _write_gguf),
     "llama2c": FormatWriter(_llama2c_holds, _write_llama2c),
 }
-"""The formats, and variants of them, that ``jllama.load`` reads: the matrix's columns."""
+"""The formats, and variants of them, that ``jllama.load`` reads."""
