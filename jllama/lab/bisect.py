@@ -11,22 +11,14 @@ from jaxtyping import Float
 from rich.tree import Tree
 
 from jllama.core.config import LlamaConfig
-from jllama.core.parameters import shape_of
 from jllama.formats import run
 from jllama.formats.receipt import RECEIPT, read_receipt
 from jllama.formats.registry import open_checkpoint
-from jllama.formats.tensors import (
-    Checkpoint,
-    FileTensor,
-    TensorSpec,
-    as_matrix,
-    blocks,
-    tensor_specs,
-)
+from jllama.formats.tensors import Checkpoint, TensorSpec, tensor_specs
 from jllama.generation.text import prompt_ids
 from jllama.lab.checkpoint import PROSE
 from jllama.lab.checks import relative_error
-from jllama.lab.layerwise import update_error
+from jllama.lab.layerwise import Reader, oracle_layer, update_error
 from jllama.models import oracle
 from jllama.system.files import METRICS, Json, read_lines
 
@@ -215,78 +207,35 @@ def _compare_activations(
     first: Checkpoint, second: Checkpoint, on_progress: Callable[..., object]
 ) -> Iterator[Difference]:
     """Yield how much each operation differs on the same input, and then the logits."""
-    both = (first, second)
+    configs = [one.config for one in (first, second)]
+    readers = [Reader(one) for one in (first, second)]
     ids = np.arange(_MAX_TOKENS) % first.config.vocab_size
     if first.tokenizer is not None:
         ids = np.array(prompt_ids(first.tokenizer, PROSE)[:_MAX_TOKENS])
-    streams = [
-        one.config.embedding_multiplier * _read_rows(one.tensors["embed"], ids) for one in both
-    ]
-    yield Difference("activations", "embedding", relative_error(*reversed(streams)))
-    stream = streams[0]
+    stream, other = (reader.embeddings(ids).astype(np.float64) for reader in readers)
+    yield Difference("activations", "embedding", relative_error(other, stream))
     for layer in range(first.config.num_layers):
         on_progress(description=f"layer {layer + 1} of {first.config.num_layers}")
-        weights = [_layer_weights(one, layer) for one in both]
+        weights = [reader.layer(layer) for reader in readers]
+        # One half of a layer adds nothing if its output matrix is zeros.
         for operation, silent in (("attention", "w_down"), ("feed_forward", "wo")):
             left, right = (
-                _run_half(stream, own, one.config, layer, silent)
-                for own, one in zip(weights, both, strict=True)
+                oracle_layer(stream, own | {silent: np.zeros_like(own[silent])}, config, layer)
+                for own, config in zip(weights, configs, strict=True)
             )
             error = update_error(right - stream, left - stream, stream)
             yield Difference("activations", f"layers/{layer}/{operation}", error)
             stream = left
-    left, right = (_logits(one, stream) for one in both)
+    left, right = (
+        _logits(reader, config, stream) for reader, config in zip(readers, configs, strict=True)
+    )
     yield Difference("activations", "logits", relative_error(right, left))
 
 
-def _read_rows(tensor: FileTensor, rows: np.ndarray) -> np.ndarray:
-    """Read some rows in float64, without the others."""
-    parts = [tensor[int(row) : int(row) + 1] for row in rows]
-    return np.concatenate(parts).astype(np.float64)
-
-
-def _read(checkpoint: Checkpoint, key: str) -> np.ndarray:
-    tensor = checkpoint.tensors[key]
-    return tensor[0 : tensor.shape[0]]
-
-
-def _layer_weights(checkpoint: Checkpoint, layer: int) -> dict[str, np.ndarray]:
-    """Read a layer in float64."""
-    weights = {}
-    for spec in tensor_specs(checkpoint.config):
-        if spec.key.startswith(f"layers/{layer}/"):
-            array = np.empty(shape_of(spec.parameter, checkpoint.config)[1:], np.float64)
-            as_matrix(spec.parameter, array)[...] = _read(checkpoint, spec.key)
-            weights[spec.path.removeprefix("layers/")] = array
-    return weights
-
-
-def _run_half(
-    stream: Float[np.ndarray, "seq embed"],
-    weights: dict[str, np.ndarray],
-    config: LlamaConfig,
-    layer: int,
-    silent: str,
-) -> Float[np.ndarray, "seq embed"]:
-    """Run half of a block; the other adds nothing, as its output matrix ``silent`` is zeros."""
-    seq = len(stream)
-    return oracle.block(
-        stream,
-        weights | {silent: np.zeros_like(weights[silent])},
-        config,
-        np.tri(seq, dtype=bool),
-        np.arange(seq),
-        oracle.rope_frequencies(config, seq),
-        layer,
-    )
-
-
 def _logits(
-    checkpoint: Checkpoint, stream: Float[np.ndarray, "seq embed"]
+    reader: Reader, config: LlamaConfig, stream: Float[np.ndarray, "seq embed"]
 ) -> Float[np.ndarray, "seq vocab"]:
-    config = checkpoint.config
-    norm = _read(checkpoint, "final_norm").astype(np.float64)
-    hidden = oracle.rms_norm(stream, norm, config.norm_eps) / config.logits_scaling
-    head = checkpoint.tensors["embed" if config.tie_embeddings else "lm_head"]
-    parts = [hidden @ rows.astype(np.float64).T for rows in blocks(head, np.float32)]
+    hidden = oracle.rms_norm(stream, reader.whole("final_norm"), config.norm_eps)
+    head = reader.blocks("embed" if config.tie_embeddings else "lm_head")
+    parts = [hidden / config.logits_scaling @ rows.astype(np.float64).T for _, rows in head]
     return np.concatenate(parts, axis=1)

@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Float32, Float64
+from jaxtyping import Array, Float, Float32, Float64, Int
 
 from jllama import functional as F
 from jllama.core.config import LlamaConfig
 from jllama.core.model import Layer, attention_inputs, new_layer
 from jllama.core.parameters import Params, shape_of
-from jllama.formats.tensors import Checkpoint, TensorSpec, as_matrix, blocks, tensor_specs
+from jllama.formats.tensors import Checkpoint, as_matrix, blocks, tensor_specs
 from jllama.models import oracle
 
 Stream = Float[np.ndarray, "seq embed"]
@@ -64,25 +64,29 @@ def update_error(actual: Stream, expected: Stream, residual: Stream) -> float:
     return float(np.max(np.divide(error, scale, out=error.copy(), where=scale != 0)))
 
 
-class _Reader:
-    """A reader of tensors in float32, in order, that hashes them and looks for damage.
+class Reader:
+    """A reader of a checkpoint's tensors in float32, which hashes them and looks for damage.
 
-    The hash is of the values as stored; values that are not finite are then replaced by 0.
+    The hash is of the values as stored, in the order in which they are read; values that are not
+    finite are then replaced by 0.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
+        self._tensors = checkpoint.tensors
+        self._config = checkpoint.config
+        self._specs = {spec.key: spec for spec in tensor_specs(checkpoint.config)}
         self._digest = hashlib.sha256()
         self._not_finite: list[str] = []
         self._zeros: list[str] = []
 
-    def blocks(self, spec: TensorSpec) -> Iterator[tuple[slice, Float32[np.ndarray, "..."]]]:
+    def blocks(self, key: str) -> Iterator[tuple[slice, Float32[np.ndarray, "..."]]]:
         """Yield some rows of a tensor at a time, with their indices."""
         num_not_finite = 0
         start = 0
         is_zero = True
-        self._digest.update(f"{spec.key} {list(spec.shape)}\n".encode())
-        for block in blocks(self._checkpoint.tensors[spec.key], np.float32):
+        shape = self._specs[key].shape
+        self._digest.update(f"{key} {list(shape)}\n".encode())
+        for block in blocks(self._tensors[key], np.float32):
             self._digest.update(block.data)
             finite = np.isfinite(block)
             is_zero = is_zero and not block.any()
@@ -91,21 +95,36 @@ class _Reader:
             yield slice(start, stop), np.where(finite, block, np.float32(0))
             start = stop
         if num_not_finite:
-            size = math.prod(spec.shape)
-            self._not_finite.append(f"{spec.key} ({num_not_finite:,} of {size:,} numbers)")
+            size = math.prod(shape)
+            self._not_finite.append(f"{key} ({num_not_finite:,} of {size:,} numbers)")
         if is_zero:
-            self._zeros.append(spec.key)
+            self._zeros.append(key)
 
-    def whole(self, spec: TensorSpec) -> Float32[np.ndarray, "..."]:
+    def whole(self, key: str) -> Float32[np.ndarray, "..."]:
         """Read a tensor in the axes of its parameter, without that of the layers."""
-        shape = shape_of(spec.parameter, self._checkpoint.config)
-        if spec.parameter.axes[0] == "layers":
+        parameter = self._specs[key].parameter
+        shape = shape_of(parameter, self._config)
+        if parameter.axes[0] == "layers":
             shape = shape[1:]
         array = np.empty(shape, np.float32)
-        matrix = as_matrix(spec.parameter, array)
-        for rows, block in self.blocks(spec):
+        matrix = as_matrix(parameter, array)
+        for rows, block in self.blocks(key):
             matrix[rows] = block
         return array
+
+    def embeddings(self, ids: Int[np.ndarray, "seq"]) -> Float32[np.ndarray, "seq embed"]:
+        """Return what the first layer takes, read a block of the matrix at a time."""
+        stream = np.empty((len(ids), self._config.embed_dim), np.float32)
+        for rows, block in self.blocks("embed"):
+            inside = (ids >= rows.start) & (ids < rows.stop)
+            stream[inside] = block[ids[inside] - rows.start]
+        return stream * np.float32(self._config.embedding_multiplier)
+
+    def layer(self, index: int) -> dict[str, Float32[np.ndarray, "..."]]:
+        """Return the weights of a layer by name."""
+        prefix = f"layers/{index}/"
+        keys = [key for key in self._specs if key.startswith(prefix)]
+        return {key.removeprefix(prefix): self.whole(key) for key in keys}
 
     @property
     def fingerprint(self) -> str:
@@ -145,64 +164,41 @@ def run_layerwise(
         on_stage: called with the name of each stage, such as ``layer 3 of 30``.
     """
     config = checkpoint.config
-    reader = _Reader(checkpoint)
-    specs = {spec.key: spec for spec in tensor_specs(config)}
-    ids = np.asarray(tokens)
-    seq = len(tokens)
+    reader = Reader(checkpoint)
 
-    # 1) Read the embeddings of the tokens, a block of the matrix at a time.
+    # 1) Read the embeddings of the tokens.
     on_stage("embedding")
-    jax_stream = np.empty((seq, config.embed_dim), np.float32)
-    for rows, block in reader.blocks(specs["embed"]):
-        inside = (ids >= rows.start) & (ids < rows.stop)
-        jax_stream[inside] = block[ids[inside] - rows.start]
+    jax_stream = reader.embeddings(np.asarray(tokens))
+    stream = jax_stream.astype(np.float64)
 
     # 2) Run each layer, first jllama's on two inputs, then the oracle's.
-    jax_stream *= np.float32(config.embedding_multiplier)
-    stream = jax_stream.astype(np.float64)
-    causal = np.tri(seq, dtype=bool)
-    frequencies = oracle.rope_frequencies(config, seq)
     errors = []
     kinds = config.layer_kinds
     for index in range(config.num_layers):
         on_stage(f"layer {index + 1} of {config.num_layers}")
-        prefix = f"layers/{index}/"
-        weights = {
-            key.removeprefix(prefix): reader.whole(spec)
-            for key, spec in specs.items()
-            if key.startswith(prefix)
-        }
+        weights = reader.layer(index)
         rounded = stream.astype(np.float32)
         inputs = jnp.stack([rounded, jax_stream])
         first = kinds.index(kinds[index])  # compiled once for layers of one kind
         alone, jax_stream = np.asarray(_layer(weights, inputs, config, first))
-        # Popped inside the argument, so that neither copy of a matrix lives longer than needed.
-        after = oracle.block(
-            stream,
-            {name: weights.pop(name).astype(np.float64) for name in list(weights)},
-            config,
-            causal,
-            np.arange(seq),
-            frequencies,
-            index,
-        )
+        after = oracle_layer(stream, weights, config, index)
         errors.append(update_error(alone - rounded.astype(np.float64), after - stream, stream))
         stream = after
 
     # 3) Compute the logits of both, a block of the vocabulary at a time.
     on_stage("head")
-    norm = reader.whole(specs["final_norm"])
+    norm = reader.whole("final_norm")
     hidden = oracle.rms_norm(stream, norm.astype(np.float64), config.norm_eps)
     jax_hidden = F.rms_norm(jnp.asarray(jax_stream), jnp.asarray(norm), config.norm_eps)
     hidden /= config.logits_scaling
     jax_hidden /= config.logits_scaling
-    oracle_logits = np.empty((seq, config.vocab_size), np.float64)
-    jax_logits = np.empty((seq, config.vocab_size), np.float32)
+    oracle_logits = np.empty((len(tokens), config.vocab_size), np.float64)
+    jax_logits = np.empty((len(tokens), config.vocab_size), np.float32)
     project = jax.jit(F.project)  # as in ``Llama.logits``
-    if config.tie_embeddings:  # read again by another reader: its fingerprint and damage count once
-        head = _Reader(checkpoint).blocks(specs["embed"])
-    else:
-        head = reader.blocks(specs["lm_head"])
+    # Another reader reads a tied matrix again, so that its fingerprint and damage count once.
+    head = Reader(checkpoint).blocks("embed")
+    if not config.tie_embeddings:
+        head = reader.blocks("lm_head")
     for rows, block in head:
         oracle_logits[:, rows] = hidden @ block.astype(np.float64).T
         jax_logits[:, rows] = project(jax_hidden, block.T)
@@ -212,6 +208,23 @@ def run_layerwise(
 def build_layer(config: LlamaConfig, weights: Params) -> Layer:
     """Build one block from its weights, a value of an unstacked ``params["layers"]``."""
     return nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: new_layer(config, 0))), weights)
+
+
+def oracle_layer(
+    stream: Stream, weights: dict[str, np.ndarray], config: LlamaConfig, index: int
+) -> Stream:
+    """Run a layer of the float64 oracle; the weights are taken out of their dictionary."""
+    seq = len(stream)
+    return oracle.block(
+        stream,
+        # Popped one by one, so that neither copy of a matrix lives longer than needed.
+        {name: weights.pop(name).astype(np.float64) for name in list(weights)},
+        config,
+        np.tri(seq, dtype=bool),
+        np.arange(seq),
+        oracle.rope_frequencies(config, seq),
+        index,
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("config", "index"))
