@@ -442,8 +442,8 @@ MISTAKES = [
     Mistake(  # subtle: a mistake within what a coarse precision allows
         "verify and plan",
         "lab/judge.py",
-        "passed = not over and all(one.precision == name for one in named[:1])",
-        "passed = not over",
+        "passed = not fit.over and all(one.precision == fit.name for one in named[:1])",
+        "passed = not fit.over",
         "lab/test_judge.py",
     ),
     Mistake(  # subtle: a figure that was 0

@@ -17,7 +17,7 @@ from jllama.commands.cli import parse
 from jllama.commands.model import ModelOptions
 from jllama.core import check_fields
 from jllama.system.errors import unknown_name
-from jllama.system.files import Json, check_writable
+from jllama.system.files import Json
 
 PEERS = {
     "transformers": "transformers torch",
@@ -26,7 +26,7 @@ PEERS = {
 }
 """The other implementations that can be measured, and the packages to install for them."""
 _COLUMNS = ("ms (least to most)", "tokens/s", "share of limit", "times as fast")
-_COMMON = "against quantize preset batch_size repeats threads json html"
+_COMMON = "against quantize preset batch_size repeats threads json"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class BenchOptions(ModelOptions):
     """Measure the speed of training, generation and start-up, beside limits and other libraries.
 
     Examples:
-        train --against transformers,torch-compile --html train.html
+        train --against transformers,torch-compile
         train quickstart --against transformers
         decode model.gguf --quantize int8 --against transformers
         prefill --preset llama3.2-1b
@@ -59,7 +59,6 @@ class BenchOptions(ModelOptions):
             turns with jllama, on a GPU if all can use it, otherwise on the CPU.
         llama_python: the Python that has llama-cpp-python.
         json: print the figures as JSON.
-        html: an HTML file, to which a page with bar charts is written.
     """
 
     what: Literal["train", "prefill", "decode", "startup", "load"]
@@ -77,7 +76,6 @@ class BenchOptions(ModelOptions):
     against: list[str] = dataclasses.field(default_factory=list)
     llama_python: str = sys.executable
     json: bool = False
-    html: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -159,8 +157,6 @@ def main(argv: list[str], prog: str) -> int:
     options = parse_options(argv, prog)
     from jllama.rl.worker import import_file  # brings NumPy
 
-    if options.html:
-        check_writable(Path(options.html))
     # In the wheel the contestants are part of the package.
     package = Path(__file__).parents[1]
     folder = package / "contestants"
@@ -172,8 +168,6 @@ def main(argv: list[str], prog: str) -> int:
     table = {}
     for title, rows in result["work"].items():
         table |= {f"{title}: {name}": _cells(row) for name, row in rows.items()}
-    if options.html:
-        _write_page(Path(options.html), facts, result["work"], table)
     if options.json:
         print(json.dumps(result))
         return 0
@@ -192,19 +186,6 @@ def _cells(row: Json) -> list[str]:
     forms = {"tokens_per_s": "{:,.1f}", "share_of_limit": "{:.0%}", "ratio": "{:.2f}"}
     others = [form.format(row[name]) if row[name] else "-" for name, form in forms.items()]
     return [f"{median} ({low} to {high})", *others]
-
-
-def _write_page(path: Path, facts: Json, work: Json, table: dict[str, list[str]]) -> None:
-    from jllama.training import report  # not at the top: matplotlib takes a while
-
-    parts = {"jllama bench": report.table([], [facts])}
-    for title, rows in work.items():
-        seconds = {name: row["seconds"] for name, row in rows.items()}
-        parts[title] = report.bars(seconds, "seconds (less is faster)")
-    columns = zip(*table.values(), strict=True)
-    rows = [dict(zip(table, column, strict=True)) for column in columns]
-    parts["Figures"] = report.table(_COLUMNS, rows)
-    report.write_page(path, "jllama bench", parts)
 
 
 def cores() -> list[int]:

@@ -115,6 +115,42 @@ class Judgment:
         return fields
 
 
+class Comparison(NamedTuple):
+    """What a peer answered beside what the oracle predicts.
+
+    Attributes:
+        evidence: the answers.
+        model: the checkpoint.
+        params: its parameters, as NumPy arrays.
+        exact: the oracle's log-probabilities, by prompt.
+        gaps: the differences, by prompt.
+        errors: their sizes, by group.
+    """
+
+    evidence: Evidence
+    model: LanguageModel
+    params: Params
+    exact: list[np.ndarray]
+    gaps: list[np.ndarray]
+    errors: Errors
+
+
+class Fit(NamedTuple):
+    """What a precision allows.
+
+    Attributes:
+        name: of ``PRECISIONS``.
+        allowed: the largest errors.
+        over: the groups whose errors are larger.
+        misfit: how unlike the errors of rounding the actual ones are: a mean of logarithms.
+    """
+
+    name: str
+    allowed: Errors
+    over: list[Group]
+    misfit: float
+
+
 def judge(
     evidence: Evidence,
     model: LanguageModel,
@@ -130,105 +166,113 @@ def judge(
             of the logits, or, of a quantized checkpoint, products of 8-bit activations.
         on_progress: called with the name of each stage.
     """
-    params = jax.tree.map(np.asarray, model.params)
-    observed = evidence.observed
-    rows = [one.row for one in observed]
-
-    # 1) The oracle.
     on_progress(description="computing the oracle")
-    exact = predict(model.config, params, rows, observed, with_oracle=True)
-    gaps = differences(observed, exact)
-    errors = group_errors(observed, gaps)
-    error = _rms(gaps)
+    compared = _compare(evidence, model)
 
-    # 2) What rounding allows: by the precision that fits best, of those that allow the most.
-    fits: list[tuple[int, float, str, Errors]] = []
-    names = [precision]
-    if precision == "auto":
-        # What neither the checkpoint nor the program declares is no excuse.
-        declared = {*_EXACT, model.stored, *(one.dtype for one in observed)}
-        if model.stored not in WITHOUT_QUANTIZATION:
-            declared.add("int8-products")
-        names = [name for name in WITHOUT_QUANTIZATION if name in declared]
+    # What rounding allows: by the precision that fits best, of those that allow the most.
+    names = [precision] if precision != "auto" else declared_precisions(evidence, model)
+    fits: list[Fit] = []
     for name in names:
         on_progress(description=f"rounding as {name}")
-        rounding = PRECISIONS[name]
-        rounded_params = rounding.round_params(model.config, params)
-        rounded = predict(model.config, rounded_params, rows, observed, rounding.model)
-        pairs = zip(rounded, exact, strict=True)
-        rounding_errors = group_errors(observed, [left - right for left, right in pairs])
-        allowed = _allowed(rounding_errors)
-        num_over = sum(not errors[group] <= allowed[group] for group in errors)
-        sizes = np.array([[errors[group], rounding_errors[group]] for group in errors]) + FLOOR
-        misfit = float(np.abs(np.diff(np.log(sizes))).mean())
-        fits.append((num_over, misfit, name, allowed))
-        if not num_over and name in _EXACT:
+        fits.append(_fit(name, compared))
+        if name in _EXACT and not fits[-1].over:
             break
-    _, _, name, allowed = min(fits, key=operator.itemgetter(0, 1))
-    over = [group for group in errors if not errors[group] <= allowed[group]]
+    fit = min(fits, key=lambda fit: (len(fit.over), fit.misfit))
 
-    # 3) The mistakes, unless the differences are as small as they can be.
+    # The mistakes, unless the differences are as small as they can be.
     mistakes: list[Explained] = []
-    if over or name not in _EXACT:
-        for mistake in known_mistakes(model, max(len(row.ids) for row in rows)):
-            on_progress(description=f"trying {mistake.about}")
-            explained = _try(mistake, model, params, evidence, errors, allowed)
-            if explained:
-                mistakes.append(explained)
-        for about, share in changed_logits(observed, exact, gaps):
-            score = share * _score(errors, allowed)
-            mistakes.append(Explained(about, share * error, score, ""))
-        mistakes.sort(key=operator.attrgetter("score"))
-    named = [one for one in mistakes if one.score < EXPLAINS * _score(errors, allowed)]
+    if fit.over or fit.name not in _EXACT:
+        mistakes = explanations(compared, fit.allowed, on_progress)
+    max_score = EXPLAINS * _score(compared.errors, fit.allowed)
+    named = [one for one in mistakes if one.score < max_score]
     named = [one for one in named if one.score <= EQUAL * named[0].score]
 
-    # 4) The verdict.
-    passed = not over and all(one.precision == name for one in named[:1])
+    passed = not fit.over and all(one.precision == fit.name for one in named[:1])
+    verdict = _failure(compared, fit, names, named, len(mistakes))
     if passed:
-        last = max(max(row.places) for row in rows)
-        verdict = f"PASS: {evidence.peer} computes this checkpoint as {PRECISIONS[name].about} does"
-        verdict += f" ({error:.1e} nats, positions 0 to {last:,} of {model.config.max_seq_len:,})"
-        if name != names[0]:
-            verdict += f"; as {names[0]} it would fail"
-    else:
-        verdict = f"FAIL: {evidence.peer} differs by {error:.1e} nats{_places(over)}"
-        verdict += f", held against {' and '.join(names)} (--precision takes another)"
-        verdict += _explanation(named, len(mistakes))
+        verdict = _success(compared, fit, names)
     return Judgment(
         peer=evidence.peer,
         method=evidence.method,
         verdict=verdict,
         passed=passed,
-        precision=name,
-        error=error,
-        kl=_mean_kl(observed, exact),
-        groups=[(*group, error, allowed[group]) for group, error in errors.items()],
+        precision=fit.name,
+        error=_rms(compared.gaps),
+        kl=_mean_kl(evidence.observed, compared.exact),
+        groups=[(*group, error, fit.allowed[group]) for group, error in compared.errors.items()],
         mistakes=mistakes[:_SHOWN],
         behaviors=evidence.behaviors,
         remarks=evidence.remarks,
     )
 
 
-def _try(
-    mistake: Mistake,
-    model: LanguageModel,
-    params: Params,
-    evidence: Evidence,
-    errors: Errors,
-    allowed: Errors,
-) -> Explained | None:
+def _compare(evidence: Evidence, model: LanguageModel) -> Comparison:
+    """Compute the oracle, and how far the answers are from it."""
+    params = jax.tree.map(np.asarray, model.params)
+    observed = evidence.observed
+    rows = [one.row for one in observed]
+    exact = predict(model.config, params, rows, observed, with_oracle=True)
+    gaps = differences(observed, exact)
+    return Comparison(evidence, model, params, exact, gaps, group_errors(observed, gaps))
+
+
+def declared_precisions(evidence: Evidence, model: LanguageModel) -> list[str]:
+    """Return float32, and what the checkpoint or the program declares: no other is an excuse."""
+    declared = {*_EXACT, model.stored, *(one.dtype for one in evidence.observed)}
+    if model.stored not in WITHOUT_QUANTIZATION:
+        declared.add("int8-products")
+    return [name for name in WITHOUT_QUANTIZATION if name in declared]
+
+
+def _fit(name: str, compared: Comparison) -> Fit:
+    """Compute what a precision allows, from the errors of the oracle when it rounds like this.
+
+    A group with few tokens may be lucky, so that it is allowed what all are on average.
+    """
+    observed = compared.evidence.observed
+    rounding = PRECISIONS[name]
+    config, params = rounding.misread(compared.model.config, compared.params)
+    rows = [one.row for one in observed]
+    rounded = predict(config, params, rows, observed, rounding.model)
+    pairs = zip(rounded, compared.exact, strict=True)
+    rounding_errors = group_errors(observed, [left - right for left, right in pairs])
+
+    mean = float(np.sqrt(np.mean(np.square([*rounding_errors.values()]))))
+    allowed = {group: SLACK * max(size, mean) + FLOOR for group, size in rounding_errors.items()}
+    errors = compared.errors
+    over = [group for group in errors if not errors[group] <= allowed[group]]
+    sizes = np.array([[errors[group], rounding_errors[group]] for group in errors]) + FLOOR
+    return Fit(name, allowed, over, float(np.abs(np.diff(np.log(sizes))).mean()))
+
+
+def explanations(compared: Comparison, allowed: Errors, on_progress: OnProgress) -> list[Explained]:
+    """Return what each known mistake leaves of the differences, the one that leaves least first."""
+    observed = compared.evidence.observed
+    mistakes = []
+    for mistake in known_mistakes(compared.model, max(len(one.row.ids) for one in observed)):
+        on_progress(description=f"trying {mistake.about}")
+        explained = _try(mistake, compared, allowed)
+        if explained:
+            mistakes.append(explained)
+    for about, share in changed_logits(observed, compared.exact, compared.gaps):
+        score = share * _score(compared.errors, allowed)
+        mistakes.append(Explained(about, share * _rms(compared.gaps), score, ""))
+    return sorted(mistakes, key=operator.attrgetter("score"))
+
+
+def _try(mistake: Mistake, compared: Comparison, allowed: Errors) -> Explained | None:
     """Compute what a mistake leaves of the differences; None if it changes no prompt of these.
 
     Long prompts, which take longest, are left out if short ones rule it out.
     """
-    answers = evidence.observed
-    if mistake.sees_ahead and evidence.is_split:
+    answers = compared.evidence.observed
+    if mistake.sees_ahead and compared.evidence.is_split:
         answers = split_places(answers)
     rights = [one.row for one in answers]
     wrongs = [mistake.change(row) for row in rights] if mistake.change else rights
     if mistake.change and wrongs == rights:
         return None
-    config, wrong_params = mistake.misread(model.config, params)
+    config, params = mistake.misread(compared.model.config, compared.params)
     observed: list[Observed] = []
     gaps: list[np.ndarray] = []
     for is_long in (False, True):
@@ -236,12 +280,50 @@ def _try(
         part = [answers[index] for index in indices]
         rows = [wrongs[index] for index in indices]
         observed += part
-        gaps += differences(part, predict(config, wrong_params, rows, part, mistake.model))
+        gaps += differences(part, predict(config, params, rows, part, mistake.model))
         left = group_errors(observed, gaps)
-        before = {group: errors[group] for group in left}
+        before = {group: compared.errors[group] for group in left}
         if _score(left, allowed) > EQUAL * max(_score(before, allowed), 1.0):
             break
     return Explained(mistake.about, _rms(gaps), _score(left, allowed), mistake.precision)
+
+
+def _success(compared: Comparison, fit: Fit, names: Sequence[str]) -> str:
+    """Say that a program is right, with which precision and up to which position."""
+    evidence = compared.evidence
+    last = max(max(one.row.places) for one in evidence.observed)
+    positions = f"positions 0 to {last:,} of {compared.model.config.max_seq_len:,}"
+    about = PRECISIONS[fit.name].about
+    verdict = f"PASS: {evidence.peer} computes this checkpoint as {about} does"
+    verdict += f" ({_rms(compared.gaps):.1e} nats, {positions})"
+    return verdict if fit.name == names[0] else f"{verdict}; as {names[0]} it would fail"
+
+
+def _failure(
+    compared: Comparison,
+    fit: Fit,
+    names: Sequence[str],
+    named: Sequence[Explained],
+    num_mistakes: int,
+) -> str:
+    """Say where a program is wrong, and name its mistake and those that explain it as well."""
+    # 1) The kinds of prompts with differences, and the first position in each.
+    first: dict[str, int] = {}
+    for kind, start in fit.over:
+        first[kind] = min(start, first.get(kind, start))
+    places = ", ".join(f"{kind} (from position {start:,})" for kind, start in first.items())
+    where = f" in {places}" if places else ", within what rounding allows"
+    verdict = f"FAIL: {compared.evidence.peer} differs by {_rms(compared.gaps):.1e} nats{where}"
+    verdict += f", held against {' and '.join(names)} (--precision takes another)"
+
+    # 2) The mistake.
+    if not named:
+        return f"{verdict}, and none of {num_mistakes} known mistakes explains it"
+    best, *equals = named
+    verdict += f"; with {best.about} our logits agree with it to {best.error:.0e}"
+    if equals:
+        verdict += "; as well by " + ", or ".join(one.about for one in equals)
+    return verdict
 
 
 def changed_logits(
@@ -301,39 +383,9 @@ def _rms(gaps: Sequence[np.ndarray]) -> float:
     return float(np.sqrt(np.mean(clipped**2)))
 
 
-def _allowed(rounding: Errors) -> Errors:
-    """Return what is allowed, from the errors of the rounded oracle.
-
-    A group with few tokens may be lucky, so that it is allowed what all are on average.
-    """
-    mean = float(np.sqrt(np.mean(np.square([*rounding.values()]))))
-    return {group: SLACK * max(error, mean) + FLOOR for group, error in rounding.items()}
-
-
 def _score(errors: Errors, allowed: Errors) -> float:
     """Return the root mean square of errors in units of what is allowed, each group once."""
     return float(np.sqrt(np.mean([(errors[group] / allowed[group]) ** 2 for group in errors])))
-
-
-def _places(over: Sequence[Group]) -> str:
-    """Name the prompts, and their first positions, in which more differs than is allowed."""
-    first: dict[str, int] = {}
-    for kind, start in over:
-        first[kind] = min(start, first.get(kind, start))
-    if not first:
-        return ", within what rounding allows"
-    return " in " + ", ".join(f"{kind} (from position {at:,})" for kind, at in first.items())
-
-
-def _explanation(named: Sequence[Explained], num_mistakes: int) -> str:
-    """Name the mistake, and its equals."""
-    if not named:
-        return f", and none of {num_mistakes} known mistakes explains it"
-    first, *equals = named
-    text = f"; with {first.about} our logits agree with it to {first.error:.0e}"
-    if equals:
-        text += "; as well by " + ", or ".join(one.about for one in equals)
-    return text
 
 
 def _mean_kl(observed: Sequence[Observed], exact: Sequence[np.ndarray]) -> float | None:

@@ -17,7 +17,14 @@ from jllama.core import JllamaError
 from jllama.core.config import LLAMA_VALUES, LlamaConfig
 from jllama.core.parameters import Params
 from jllama.lab.checkpoint import shown
-from jllama.lab.mutations import MUTATIONS, Mistake, model_with, model_with_layer
+from jllama.lab.mutations import (
+    MUTATIONS,
+    Mistake,
+    Model,
+    model_with,
+    model_with_layer,
+    replace_fields,
+)
 from jllama.lab.precisions import WEIGHTS, change_matrices, round_float
 from jllama.lab.rows import Row
 from jllama.models.language_model import LanguageModel
@@ -69,16 +76,15 @@ def known_mistakes(model: LanguageModel, longest: int) -> list[Mistake]:
     config = model.config
     mistakes = [*_wrong_fields(config, longest), *_wrong_weights(config)]
     mistakes += [mistake for mistake in MUTATIONS if mistake.about and mistake.applies(config)]
-    mistakes += [Mistake("", about, model=model) for about, model in _WRONG_MODELS.items()]
+    mistakes += [Mistake(about, model=model) for about, model in _WRONG_MODELS.items()]
     for distance, side, other in ((1, "far", "after"), (-1, "early", "before")):
         change = functools.partial(_move_decoded, distance)
         about = f"decoded tokens one slot too {side} in the cache"
-        mistakes.append(Mistake("", about, change=change))
+        mistakes.append(Mistake(about, change=change))
         change = functools.partial(_shift, distance)
-        mistakes.append(Mistake("", f"the logits of the token {other} it", change=change))
+        mistakes.append(Mistake(f"the logits of the token {other} it", change=change))
     mistakes += [
         Mistake(
-            "",
             f"a context of {size:,} tokens, and what is before them dropped",
             change=functools.partial(_cut, size),
             sees_ahead=True,
@@ -118,7 +124,9 @@ def _wrong_fields(config: LlamaConfig, longest: int) -> Iterator[Mistake]:
             if field == "sliding_window" and not value:
                 changes["full_attention_layers"] = ()
             if value != right:
-                yield Mistake("", _about(field, value, right), functools.partial(_replace, changes))
+                yield Mistake(
+                    _about(field, value, right), functools.partial(replace_fields, **changes)
+                )
 
 
 def _about(name: str, wrong: Any, right: Any) -> str:
@@ -129,45 +137,31 @@ def _about(name: str, wrong: Any, right: Any) -> str:
     return f"{name} {shown(wrong)} for {shown(right)}"
 
 
-def _replace(
-    changes: dict[str, Any], config: LlamaConfig, params: Params
-) -> tuple[LlamaConfig, Params]:
-    return dataclasses.replace(config, **changes), params
-
-
 def _wrong_weights(config: LlamaConfig) -> Iterator[Mistake]:
     """Yield each way to round, or to take one tensor for another."""
     for name, change in WEIGHTS.items():
-        misread = functools.partial(_change_matrices, change)
-        yield Mistake("", f"weights in {name}", misread, precision=name)
+        misread = functools.partial(change_matrices, change)
+        yield Mistake(f"weights in {name}", misread, precision=name)
     for dtype in (jnp.bfloat16, jnp.float16):
         about = f"weights of norms in {jnp.dtype(dtype).name}"
-        yield Mistake("", about, functools.partial(_round_norms, dtype))
+        yield Mistake(about, functools.partial(_round_norms, dtype))
     if not config.tie_embeddings:
-        yield Mistake("", "the embedding for the output head", _tied)
+        yield Mistake("the embedding for the output head", _tied)
     order = [*range(config.num_layers)]
     for index in order:
         for about, times in (("left out", 0), ("run twice", 2)):
             indices = order[:index] + times * [index] + order[index + 1 :]
             if indices:
                 misread = functools.partial(_choose_layers, indices)
-                yield Mistake("", f"layer {index} {about}", misread)
+                yield Mistake(f"layer {index} {about}", misread)
 
 
-def _choose_layers(
-    indices: list[int], config: LlamaConfig, params: Params
-) -> tuple[LlamaConfig, Params]:
+def _choose_layers(indices: list[int], config: LlamaConfig, params: Params) -> Model:
     layers = {name: stack[indices] for name, stack in params["layers"].items()}
     return dataclasses.replace(config, num_layers=len(indices)), params | {"layers": layers}
 
 
-def _change_matrices(
-    change: Callable[..., Any], config: LlamaConfig, params: Params
-) -> tuple[LlamaConfig, Params]:
-    return config, change_matrices(change, config, params)
-
-
-def _round_norms(dtype: Any, config: LlamaConfig, params: Params) -> tuple[LlamaConfig, Params]:
+def _round_norms(dtype: Any, config: LlamaConfig, params: Params) -> Model:
     layers = {
         name: round_float(dtype, np.asarray(value)) if "norm" in name else value
         for name, value in params["layers"].items()
@@ -176,7 +170,7 @@ def _round_norms(dtype: Any, config: LlamaConfig, params: Params) -> tuple[Llama
     return config, params | {"layers": layers, "final_norm": final_norm}
 
 
-def _tied(config: LlamaConfig, params: Params) -> tuple[LlamaConfig, Params]:
+def _tied(config: LlamaConfig, params: Params) -> Model:
     tied = {name: value for name, value in params.items() if name != "lm_head"}
     return dataclasses.replace(config, tie_embeddings=True), tied
 
@@ -219,11 +213,10 @@ def _wrong_prompts(model: LanguageModel) -> Iterator[Mistake]:
     ):
         for prompts, is_changed in _MADE_BY_SERVER.items():
             change = functools.partial(_change_bos, bos_id, had, has, is_changed)
-            yield Mistake("", f"{about} before {prompts}", change=change)
+            yield Mistake(f"{about} before {prompts}", change=change)
     templates = dict(TEMPLATES)
     if model.chat_template:
         yield Mistake(
-            "",
             "a chat template that does not begin the answer",
             change=functools.partial(_render, model, model.chat_template, False),
         )
@@ -231,7 +224,6 @@ def _wrong_prompts(model: LanguageModel) -> Iterator[Mistake]:
     for name, template in templates.items():
         if template != model.chat_template:
             yield Mistake(
-                "",
                 f"the chat template {name!r} for the model's own",
                 change=functools.partial(_render, model, template, True),
             )

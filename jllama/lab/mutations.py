@@ -74,12 +74,12 @@ class Mistake(NamedTuple):
     """One mistake: in how a file is read (``misread``), in the code (``model``) or in a prompt.
 
     Attributes:
-        name: of the matrix's column; empty if it has none.
         about: what is wrong, as in "with ... our logits agree with theirs"; empty if it has another
             form there.
         misread: takes the configuration and the parameters of a file, in the training layout, and
             returns what a wrong reader would.
         model: ``jllama.models.build``, or a copy of ``core.model`` with a mistake.
+        name: of the matrix's column; empty if it has none.
         applies: whether the mistake changes the logits of a model.
         sees_ahead: whether later tokens of a prompt change what is predicted in a place.
         change: takes a row, and returns what the mistake makes of it, with as many places; None
@@ -87,29 +87,28 @@ class Mistake(NamedTuple):
         precision: the name of the precision with which it is no mistake.
     """
 
-    name: str
     about: str
     misread: Callable[[LlamaConfig, Params], Model] = lambda config, params: (config, params)
     model: types.ModuleType = jllama.models.build
+    name: str = ""
     applies: Callable[[LlamaConfig], bool] = lambda _: True
     sees_ahead: bool = False
     change: Callable[[Row], Row] | None = None
     precision: str = ""
 
 
+def replace_fields(config: LlamaConfig, params: Params, **fields: Any) -> Model:
+    """Return a model with other fields of the configuration and the same weights."""
+    return dataclasses.replace(config, **fields), params
+
+
 def _wrong_field(name: str, field: str, change: Callable[[Any], Any]) -> Mistake:
     """Return a mutation of one field of the configuration."""
 
     def misread(config: LlamaConfig, params: Params) -> Model:
-        value = change(getattr(config, field))
-        return dataclasses.replace(config, **{field: value}), params
+        return replace_fields(config, params, **{field: change(getattr(config, field))})
 
-    return Mistake(
-        name,
-        "",
-        misread,
-        applies=lambda config: misread(config, {})[0] != config,
-    )
+    return Mistake("", misread, name=name, applies=lambda config: misread(config, {})[0] != config)
 
 
 def _factor_at_most_8(scaling: Any) -> Any:
@@ -275,96 +274,100 @@ MUTATIONS = [
     _wrong_field("eps x10", "norm_eps", lambda eps: 10 * eps),
     # Norms stand after attention and the MLP, not before them.
     Mistake(
-        "post-norm",
         "norms after attention and the MLP, not before them",
         model=model_with_layer(_post_norm_layer),
+        name="post-norm",
         applies=lambda config: config.norm_placement == "before",
     ),
     # Key and value heads are tiled over the query heads, not repeated.
     Mistake(
-        "heads n % kv",
         "key-value heads tiled over the query heads, not repeated",
         model=model_with(attention=_remainder_attention),
+        name="heads n % kv",
         applies=lambda config: 1 < config.num_kv_heads < config.num_heads,
     ),
     # Rotary channels are left interleaved, as Meta's and GGUF's files have them.
     Mistake(
-        "q/k not permuted", "the order of rotated channels that Meta's files have", _not_permuted
+        "the order of rotated channels that Meta's files have",
+        _not_permuted,
+        name="q/k not permuted",
     ),
     # With grouped queries, keys are reordered with the number of query heads.
     Mistake(
-        "k permuted as q",
         "keys' channels reordered with the number of query heads",
         _keys_permuted_as_queries,
+        name="k permuted as q",
         applies=_keys_divide_as_queries,
     ),
     # The output head of a tied model is a separate, random matrix.
     Mistake(
-        "head untied",
         "a random output head beside the embedding",
         _untied,
+        name="head untied",
         applies=lambda config: config.tie_embeddings,
     ),
     # RoPE's tables are computed or stored in bfloat16.
     Mistake(
-        "bfloat16 RoPE", "RoPE tables in bfloat16", model=model_with(rope_tables=_bfloat16_tables)
+        "RoPE tables in bfloat16",
+        model=model_with(rope_tables=_bfloat16_tables),
+        name="bfloat16 RoPE",
     ),
     # The causal mask is off by one: a token sees the next one.
     Mistake(
-        "mask +1",
         "a mask that shows each token the next one",
         model=model_with(Mask=_mask_one_ahead),
+        name="mask +1",
         sees_ahead=True,
     ),
     # Decoded tokens are off by one in the cache.
-    Mistake("cache +1", "", model=_cache_one_ahead()),
+    Mistake("", model=_cache_one_ahead(), name="cache +1"),
     # Qwen 2's biases of queries, keys and values are not read.
     Mistake(
-        "no bias",
         "no biases of queries, keys and values",
         _without_bias,
+        name="no bias",
         applies=lambda config: config.attention_bias,
     ),
     # Queries and keys are normalized after RoPE, not before it, or not at all.
     Mistake(
-        "norm after RoPE",
         "norms of queries and keys after the rotation",
         model=_norm_after_rope(),
+        name="norm after RoPE",
         applies=lambda config: config.qk_norm != "none",
     ),
     Mistake(
-        "no q/k norm",
         "no norms of queries and keys",
         model=_model_with_norm(_no_norm),
+        name="no q/k norm",
         applies=lambda config: config.qk_norm != "none",
     ),
     # OLMo's norm of all heads is taken of each head, as Qwen 3's.
     Mistake(
-        "norm by head",
         "norms of each head, not of all together",
         model=_model_with_norm(_norm_of_each_head),
+        name="norm by head",
         applies=lambda config: config.qk_norm == "whole",
     ),
     # OLMo's norms of outputs are applied to inputs.
     Mistake(
-        "pre-norm",
         "norms before attention and the MLP, not after them",
         _norm_before,
+        name="pre-norm",
         applies=lambda config: config.norm_placement == "after",
     ),
     # The sliding window is off by one, or ignored.
     _wrong_field("window +1", "sliding_window", lambda window: window and window + 1),
     Mistake(
-        "no window",
         "no sliding window",
         _without_window,
+        name="no window",
         applies=lambda config: config.sliding_window > 0,
     ),
     # Layers that differ from the others are off by one.
     Mistake(
-        "layers -1",
         "the layers that differ counted from 1, not from 0",
         _layers_one_before,
+        name="layers -1",
         applies=lambda config: bool(config.no_rope_layers or config.full_attention_layers),
     ),
     # Layers without rotation are rotated.

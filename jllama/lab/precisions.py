@@ -3,7 +3,7 @@
 import functools
 import types
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import gguf
 import jax
@@ -11,30 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-import jllama.models.build
 from jllama import functional as F
 from jllama.core.config import LlamaConfig
 from jllama.core.parameters import Params, parameter_table
 from jllama.formats.tensors import as_matrix
 from jllama.kernels.int8 import int8_rows
-from jllama.lab.mutations import model_with
+from jllama.lab.mutations import Mistake, Model, model_with
 
 _BLOCK = 32  # numbers that share a scale in GGML's formats
 _GGML = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
-
-
-class Precision(NamedTuple):
-    """How a program rounds.
-
-    Attributes:
-        about: in words.
-        round_params: returns the parameters that it computes with, from those of the checkpoint.
-        model: ``jllama.models.build``, or a copy of it that rounds activations.
-    """
-
-    about: str
-    round_params: Callable[[LlamaConfig, Params], Params] = lambda config, params: params
-    model: types.ModuleType = jllama.models.build
 
 
 def round_blocks(x: Float[Array, "*lead inputs"]) -> Float[Array, "*lead inputs"]:
@@ -47,14 +32,14 @@ def round_blocks(x: Float[Array, "*lead inputs"]) -> Float[Array, "*lead inputs"
     return (integers * scale).reshape(x.shape)
 
 
-def cast(dtype: Any, config: LlamaConfig, params: Params) -> Params:
+def cast(dtype: Any, config: LlamaConfig, params: Params) -> Model:
     """Return all parameters in another dtype; activations then have it, too."""
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), params)
+    return config, jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), params)
 
 
 def change_matrices(
     change: Callable[[np.ndarray], Any], config: LlamaConfig, params: Params
-) -> Params:
+) -> Model:
     """Return parameters with ``change`` of every matrix, as ``[outputs, inputs]`` in float32."""
     changed: Params = params | {"layers": dict(params["layers"])}
     for path, row in parameter_table(config).items():
@@ -68,7 +53,7 @@ def change_matrices(
             matrix = as_matrix(row, layer)
             matrix[...] = change(np.ascontiguousarray(matrix))
         parent[name] = array
-    return changed
+    return config, changed
 
 
 def round_ggml(name: str, rows: Float[np.ndarray, "outputs inputs"]) -> np.ndarray:
@@ -120,28 +105,28 @@ def _rounding_model() -> types.ModuleType:
 
 
 _INT8_PRODUCTS = _rounding_model()
-PRECISIONS: dict[str, Precision] = {
-    "float32": Precision("float32"),
-    "float16-cache": Precision(
+PRECISIONS: dict[str, Mistake] = {
+    "float32": Mistake("float32"),
+    "float16-cache": Mistake(
         "float32 with keys and values in float16",
         model=model_with(attention=_float16_attention),
     ),
-    "float16": Precision("float16", functools.partial(cast, jnp.float16)),
-    "bfloat16": Precision("bfloat16", functools.partial(cast, jnp.bfloat16)),
-    "int8-products": Precision(
+    "float16": Mistake("float16", functools.partial(cast, jnp.float16)),
+    "bfloat16": Mistake("bfloat16", functools.partial(cast, jnp.bfloat16)),
+    "int8-products": Mistake(
         "products of 8-bit activations, with keys and values in float16, as llama.cpp computes "
         "with quantized weights",
         model=_INT8_PRODUCTS,
     ),
-    "int8": Precision("weights in 8 bits by row", functools.partial(change_matrices, _round_int8)),
+    "int8": Mistake("weights in 8 bits by row", functools.partial(change_matrices, _round_int8)),
 } | {
-    name: Precision(
+    name: Mistake(
         f"weights in {name}, in products of 8-bit activations",
         functools.partial(change_matrices, WEIGHTS[name]),
         _INT8_PRODUCTS,
     )
     for name in _GGML
 }
-"""By the name that ``--precision`` takes, the finest first."""
+"""Mistakes that are none, by the name that ``--precision`` takes, the finest first."""
 WITHOUT_QUANTIZATION = tuple(PRECISIONS)[:5]
 """Those that leave the weights of the checkpoint as they are."""

@@ -10,7 +10,7 @@ from jllama.generation.text import prompt_ids
 from jllama.lab.checkpoint import PROSE
 from jllama.lab.checks import detached
 from jllama.lab.rows import TINY, Observed, Row
-from jllama.lab.server import Server, complete, generate, observe
+from jllama.lab.server import Server, generate, observe
 from jllama.models import oracle
 from jllama.models.language_model import LanguageModel
 from jllama.system.web import RefusalError
@@ -125,7 +125,7 @@ def observe_decoding(server: Server, text: Row) -> list[Observed]:
 
 
 def observe_behaviors(server: Server, rows: Sequence[Row], before: Observed) -> Iterator[Behavior]:
-    """Yield what changes when a request is repeated, shares a prefix, has company, or streams.
+    """Yield what changes when a request is repeated, shares a prefix or has company.
 
     ``before`` is what was observed of the first row.
     """
@@ -147,12 +147,6 @@ def observe_behaviors(server: Server, rows: Sequence[Row], before: Observed) -> 
         observed = observe(server, together)
         if observed and observed[0].row.kind == text.kind:
             yield _change(about, before, observed[0])
-    try:
-        prompt = server.tokenizer.decode(prefix.ids)
-        texts = {complete(server, prompt, _NEW_TOKENS, is_stream=flag) for flag in (False, True)}
-        yield Behavior("streamed, or in one piece (whole answers)", float(len(texts) > 1), 0.0)
-    except RefusalError:
-        return
 
 
 def _change(about: str, before: Observed, after: Observed) -> Behavior:

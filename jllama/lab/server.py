@@ -3,7 +3,6 @@
 import concurrent.futures
 import contextlib
 import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -12,7 +11,7 @@ import numpy as np
 from jllama.core import JllamaError
 from jllama.lab.rows import Observed, Row, cut_row
 from jllama.system.files import Json
-from jllama.system.web import RefusalError, request_bytes, request_json
+from jllama.system.web import RefusalError, request_json
 from jllama.tokenizers.base import Tokenizer
 
 TOP = 5
@@ -343,30 +342,3 @@ def generate(server: Server, row: Row, new_tokens: int) -> Observed | None:
         ids.append(next(iter(answer[len(ids) - 1])))
     places = range(len(row.ids) - 1, len(ids) - 1)
     return collect(row._replace(ids=tuple(ids), places=tuple(places)), answer)
-
-
-def complete(server: Server, text: str, new_tokens: int, *, is_stream: bool) -> str:
-    """Return a continuation at temperature 0, in one piece or joined from a stream.
-
-    Raises:
-        RefusalError: the server does not stream, or does not continue texts.
-    """
-    body = {
-        "model": server.served_name,
-        "prompt": text,
-        "temperature": 0.0,
-        "max_tokens": new_tokens,
-    }
-    url = f"{server.url}/v1/completions"
-    body["stream"] = is_stream
-    answer = request_bytes(url, body, server.api_key, server.timeout_s)
-    text = answer.decode(errors="replace")
-    parts = [text]
-    if is_stream:
-        parts = [line[5:] for line in text.splitlines() if line.startswith("data: {")]
-    try:
-        # The last part of a stream may have no choices.
-        choices = [choice for part in parts for choice in json.loads(part)["choices"]]
-        return "".join(choice["text"] for choice in choices)
-    except (*_NO_METHOD, RecursionError):
-        raise RefusalError(f"{server.url} does not continue texts") from None

@@ -7,7 +7,6 @@ import io
 import itertools
 import math
 import platform
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -170,23 +169,6 @@ def write_page(target: Path, title: str, parts: Mapping[str, str]) -> None:
     """Write a page of parts, which are HTML by title; empty ones are left out."""
     page = "".join(f"<h2>{html.escape(name)}</h2>{part}" for name, part in parts.items() if part)
     atomic_write_text(target, f"{_HEAD}<title>{html.escape(title)}</title>{page}</html>")
-
-
-def bars(measured: Mapping[str, Sequence[float]], label: str) -> str:
-    """Draw a bar for the median of each name's values, with their range, as an SVG element."""
-    medians = [*map(statistics.median, measured.values())]
-    ranges = [
-        (median - min(values), max(values) - median)
-        for median, values in zip(medians, measured.values(), strict=True)
-    ]
-    xerr = [*zip(*ranges, strict=True)]
-    height = 0.5 + 0.4 * len(measured)
-    with matplotlib.rc_context(_LOOK):
-        figure = Figure(figsize=(8.4, height))
-        axis = figure.add_axes((0.17, 0.5 / height, 0.81, 1 - 0.5 / height), xlabel=label)
-        axis.barh([*measured], medians, 0.6, xerr=xerr, color=_COLORS, ecolor="#888")
-        axis.invert_yaxis()
-        return _svg(figure)
 
 
 def _with_figures(line: dict[str, Any]) -> dict[str, Any]:

@@ -136,7 +136,7 @@ def test_queries_and_keys_left_interleaved_for_one_variant(folder, variant):
         }
 
     variants = chosen("Llama 1", "Llama 2 grouped", "Llama 3.1")
-    mistake = Mistake("forgetful", "", forgetful)
+    mistake = Mistake("", forgetful, name="forgetful")
     red = run_conformance(planted(mistake), folder, [INTERLEAVED], variants)
     assert red == {(variant, INTERLEAVED)}
 
@@ -152,7 +152,7 @@ def test_every_variant_has_its_row_of_mistakes():
 
 
 def test_a_mistake_that_is_none_fails_the_matrix(monkeypatch):
-    monkeypatch.setattr("jllama.lab.mutations.MUTATIONS", [Mistake("nothing", "")])
+    monkeypatch.setattr("jllama.lab.mutations.MUTATIONS", [Mistake("", name="nothing")])
     monkeypatch.setattr("jllama.lab.mutations.VARIANTS", {"Llama 1": VARIANTS["Llama 1"]})
     (result,) = run_checks(mutation_checks())
     assert result.ratio < 1
