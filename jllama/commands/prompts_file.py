@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from jllama.core import JllamaError, UsageError
+from jllama.formats.receipt import weights_fingerprint
 from jllama.generation.generate import completions
 from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.generation.text import Completion, encode_prompt
-from jllama.models.language_model import LanguageModel, weights_fingerprint
+from jllama.models.language_model import LanguageModel
 from jllama.score.scoring import token_log_probs
 from jllama.system.files import Json, atomic_write_text, errors_as
 from jllama.system.progress import progress

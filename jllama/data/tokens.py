@@ -296,7 +296,7 @@ def hash_fraction(parts: Iterable[str]) -> float:
     return int.from_bytes(digest.digest()[:8]) / 2**64
 
 
-def held_out_limit(config: DataConfig, fractions: Sequence[float]) -> float:
+def held_out_limit(config: DataConfig, fractions: Sequence[float] | np.ndarray) -> float:
     """Return the highest ``hash_fraction`` that is held out: ``config.validation_fraction``.
 
     At least the lowest of the sorted ``fractions`` is held out, and at least the highest is not.

@@ -1,5 +1,7 @@
-"""The receipt of a run: the fingerprints of what it saved, by which damaged weights are noticed."""
+"""The fingerprints of weights, and the receipt of a run, by which damaged ones are noticed."""
 
+import hashlib
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from jaxtyping import Array, UInt32
 
 from jllama.core import JllamaError
 from jllama.core.parameters import Params
+from jllama.models.language_model import LanguageModel
 from jllama.system.files import Json, read_json_object
 
 RECEIPT = "receipt.json"
@@ -117,3 +120,13 @@ def read_receipt(folder: Path) -> Json:
     if not is_valid:
         raise JllamaError(f"{path} is not the receipt of a run: put it back from a copy")
     return receipt
+
+
+def weights_fingerprint(model: LanguageModel) -> str:
+    """Return the SHA-256, in hexadecimal, of all parameters' names, dtypes, shapes and CRC-32."""
+    parts = []
+    for path, leaf in jax.tree.leaves_with_path(model.params):
+        array = np.asarray(leaf)
+        checksum = zlib.crc32(array.ravel().view(np.uint8).data)
+        parts.append((jax.tree_util.keystr(path), array.dtype.name, array.shape, checksum))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()

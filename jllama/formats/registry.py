@@ -226,7 +226,8 @@ def load(
     # 3) Add the tokenizer, the chat template and the stop ids.
     tokenizer = checkpoint.tokenizer
     stop_ids = checkpoint.stop_ids
-    stop_ids = tokenizer.stops_or_eos(stop_ids) if tokenizer else stop_ids
+    if tokenizer:
+        stop_ids = tokenizer.stops_or_eos(stop_ids)
     matrix = checkpoint.tensors["layers/0/w_down"]
     return LanguageModel(
         checkpoint.config,

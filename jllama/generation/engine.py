@@ -463,8 +463,7 @@ class Engine(core.Engine):
         unread = [row for dispatch in self._dispatches for row in dispatch.rows]
         by_model: dict[str, list[Row]] = {}
         for row in itertools.chain(*super().groups()):
-            must_wait = row.request.prompt.grammar is not None and row in unread
-            if not must_wait:
+            if row.request.prompt.grammar is None or row not in unread:
                 by_model.setdefault(row.request.model, []).append(row)
         return [*by_model.values()]
 

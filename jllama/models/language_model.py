@@ -1,8 +1,6 @@
 """A loaded model, which formats and generation share."""
 
 import dataclasses
-import hashlib
-import zlib
 from collections.abc import Sequence
 from typing import get_args
 
@@ -141,16 +139,6 @@ class LanguageModel:
                 "the parameters are in the layout for decoding: quantize when loading them"
             )
         return self
-
-
-def weights_fingerprint(model: LanguageModel) -> str:
-    """Return the SHA-256, in hexadecimal, of all parameters' names, dtypes, shapes and CRC-32."""
-    parts = []
-    for path, leaf in jax.tree.leaves_with_path(model.params):
-        array = np.asarray(leaf)
-        checksum = zlib.crc32(array.ravel().view(np.uint8).data)
-        parts.append((jax.tree_util.keystr(path), array.dtype.name, array.shape, checksum))
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 _logits = jax.jit(

@@ -18,13 +18,14 @@ import jax
 import jllama
 from jllama.core import UsageError
 from jllama.core.engine import MAX_STOPS
+from jllama.formats.receipt import weights_fingerprint
 from jllama.generation.engine import MIN_CHUNK, Engine
 from jllama.generation.generate import BLOCK_S
 from jllama.generation.requests import Answer, Request, Row
 from jllama.generation.sampling_params import Prompt
 from jllama.generation.steps import kv_bytes
 from jllama.generation.text import check_length
-from jllama.models.language_model import LanguageModel, weights_fingerprint
+from jllama.models.language_model import LanguageModel
 from jllama.serve import metrics
 from jllama.serve.config import EngineConfig
 from jllama.serve.requests import Busy, Deliver, Event, Failure

@@ -16,11 +16,12 @@ import jllama
 from jllama.commands import cli, prompts_file
 from jllama.commands.sample import SampleOptions
 from jllama.core.config import LlamaConfig
+from jllama.formats.receipt import weights_fingerprint
 from jllama.formats.registry import load
 from jllama.generation.generate import generate
 from jllama.generation.sampling_params import SamplingParams
 from jllama.models import oracle
-from jllama.models.language_model import LanguageModel, weights_fingerprint
+from jllama.models.language_model import LanguageModel
 from jllama.tokenizers.base import BytesTokenizer
 
 pytestmark = pytest.mark.usefixtures("loads_once")

@@ -14,7 +14,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import jllama
 from jllama.formats import adapters, gguf_file, registry, tensors
-from jllama.models.language_model import LanguageModel, weights_fingerprint
+from jllama.formats.receipt import weights_fingerprint
+from jllama.models.language_model import LanguageModel
 from jllama.models.lora import LoraConfig
 from jllama.system import cache
 
