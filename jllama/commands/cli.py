@@ -178,8 +178,9 @@ def parse(
     # An IndexError comes from --print_config= with options of its own.
     except (RecursionError, IndexError, ValueError) as error:
         raise UsageError("the value of an option cannot be parsed; give a plain value") from error
-    others = ("config", "imports")
-    return options(**{name: value for name, value in vars(settings).items() if name not in others})
+    settings.pop("config")
+    settings.pop("imports")
+    return options(**vars(settings))
 
 
 def _import_files(paths: Iterable[str]) -> None:
@@ -221,6 +222,7 @@ def _parser(options: type, prog: str, positional: Sequence[str], shown: Sequence
         if doc.startswith(group.title or ":"):
             group.title = None  # the page begins with it
     groups = {action.dest.rpartition(".")[0] for action in parser._actions}
+    experts = parser.add_argument_group("for experts")
     for action in parser._actions:
         _describe(action)
         if action.dest in groups and not hasattr(action, "_typehint"):
@@ -229,16 +231,11 @@ def _parser(options: type, prog: str, positional: Sequence[str], shown: Sequence
             del parser._option_string_actions[f"--{action.dest}"]
         if shown and action.dest not in shown:
             action.help = argparse.SUPPRESS
+        if action.dest in _EXPERT.split():
+            action.container._group_actions.remove(action)
+            experts._group_actions.append(action)
         if len(action.dest) == 1:  # -n as well as --n
             parser._option_string_actions[f"-{action.dest}"] = action
-
-    # 4) Move the options for experts to the end.
-    experts = parser.add_argument_group("for experts")
-    for group in parser._action_groups[:-1]:
-        for action in [*group._group_actions]:
-            if action.dest in _EXPERT.split():
-                group._group_actions.remove(action)
-                experts._group_actions.append(action)
     return parser
 
 
