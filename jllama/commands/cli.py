@@ -232,7 +232,7 @@ def _parser(options: type, prog: str, positional: Sequence[str], shown: Sequence
         if shown and action.dest not in shown:
             action.help = argparse.SUPPRESS
         if action.dest in _EXPERT.split():
-            action.container._group_actions.remove(action)
+            vars(action)["container"]._group_actions.remove(action)
             experts._group_actions.append(action)
         if len(action.dest) == 1:  # -n as well as --n
             parser._option_string_actions[f"-{action.dest}"] = action
