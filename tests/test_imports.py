@@ -35,6 +35,26 @@ FLOORS = [
 it.
 """
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+ADD_ONS = {
+    "lab": (
+        "core core.config core.model core.ops core.parameters core.step formats.receipt "
+        "formats.registry formats.run formats.run_checkpoints formats.specs formats.tensors "
+        "functional generation.generate generation.sampling_params generation.text kernels.int8 "
+        "models models.build models.capture models.decode_params models.language_model "
+        "models.oracle models.presets models.rope_scaling parallel.config parallel.sharding "
+        "parallel.shards score.scoring system.devices system.errors system.files system.progress "
+        "system.web templates.messages templates.template tokenizers.base training.compiling "
+        "training.config training.events training.run"
+    ),
+    "serve": (
+        "core generation.decode_batch generation.engine generation.generate generation.requests "
+        "generation.sampling_params generation.steps generation.text models.language_model "
+        "system.devices system.errors system.files templates.messages templates.template"
+    ),
+}
+"""The modules that the add-ons import: public names of theirs alone. Only commands import add-ons,
+inside functions, but for the options of ``serve``.
+"""
 FORBIDDEN = {("jllama.score.scoring", "formats")}
 """A module and a room, downward and still not wanted: the module gets a loaded model."""
 REGISTRIES = {
@@ -147,6 +167,34 @@ def test_arrows_point_one_way():
     """
     assert {room_of(module) for module in imports()} <= set(FLOOR_OF)
     assert list(violations()) == []
+
+
+@pytest.mark.parametrize("room", ADD_ONS)
+def test_add_ons_import_few_modules_and_public_names_alone(room):
+    modules = {module for module in imports() if room_of(module) == room}
+    targets = set().union(*(imports()[module] for module in modules))
+    others = {target.removeprefix("jllama.") for target in targets if room_of(target) != room}
+    assert others == {*ADD_ONS[room].split()}
+    for module in modules:
+        names = [name for name in imported_names(trees()[module]) if name.startswith("jllama.")]
+        private = [name for name in names if re.search(r"\._(?!_)", name)]
+        assert private == [], module
+
+
+def test_only_commands_load_add_ons_and_by_name():
+    for module, targets in imports().items():
+        add_ons = {target for target in targets if room_of(target) in ADD_ONS}
+        if not add_ons or room_of(module) in ADD_ONS:
+            continue
+        assert room_of(module) == "commands", module
+        at_top = {home(name) for name in imported_names(top_level(trees()[module])) if name}
+        assert at_top & add_ons <= {"jllama.serve.config"}, module
+
+
+def top_level(tree: ast.Module) -> ast.Module:
+    """The imports at the top of a module: not those in functions, and not those for types alone."""
+    body = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    return ast.Module(body, [])
 
 
 def test_floors_that_are_promised():

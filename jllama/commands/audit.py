@@ -8,7 +8,6 @@ from jllama.commands.bisect import print_bisection
 from jllama.commands.cli import parse
 from jllama.commands.train import read_options
 from jllama.core import UsageError
-from jllama.system.progress import progress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +43,4 @@ def main(argv: list[str], prog: str) -> int:
     config = read_options(["--resume", options.run], prog)
     from jllama.lab.audit import audit
 
-    with progress("computing steps again", last - first) as move:
-        result = audit(config, first, last, lambda step: move(completed=max(step - first, 0)))
-    return print_bisection(result, as_json=options.json)
+    return print_bisection(audit(config, first, last), as_json=options.json)

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -214,12 +214,12 @@ class RunCheckpoints:
             }
         return {spec.key: _stored_tensor(spec, stores[spec.path]) for spec in tensor_specs(config)}
 
-    def fingerprints(self, step: int) -> dict[str, str]:
-        """Compute the fingerprints of a step's parameters, by path, from its files."""
+    def arrays(self, step: int) -> dict[str, "_StoredArray"]:
+        """Return a step's parameters as saved, by path, not read yet."""
         source = self.folder / str(step)
         with _reading(source):
             paths = _by_path(self._manager.item_metadata(step)["params"].tree)
-            return {path: _StoredArray(source, path).fingerprint() for path in paths}
+            return {path: _StoredArray(source, path) for path in paths}
 
     def _saved_fingerprints(self, step: int) -> Json:
         """Return the fingerprints that the run's receipt has of a step's parameters."""
@@ -297,11 +297,11 @@ class _StoredArray:
 
     def fingerprint(self) -> str:
         """Compute the fingerprint, with one layer of a stack in memory at a time."""
-        if not self.path.startswith("layers/"):
-            return fingerprint_of_parts([self.store.read().result()])
-        return fingerprint_of_parts(
-            self.store[layer].read().result() for layer in range(self.store.shape[0])
-        )
+        places: Sequence[Any] = [...]
+        if self.path.startswith("layers/"):
+            places = range(self.store.shape[0])
+        with _reading(self.source):
+            return fingerprint_of_parts(self.store[place].read().result() for place in places)
 
     def read(self, *index: Any) -> np.ndarray:
         """Read a part."""

@@ -134,6 +134,21 @@ def test_weights_of_another_run_are_found(copied, capsys):
     assert f"FAIL: they differ first in {verdict}" in result["verdict"]
 
 
+def test_other_bits_are_measured(copied, change_receipt, capsys):
+    """As steps on another device have them."""
+    model = jllama.load(copied, layout="training", step=20)
+    changed = jax.tree.map(lambda leaf: leaf * (1 + 1e-6), model.params)
+    shutil.rmtree(copied / "checkpoints" / "20")
+    other = RunCheckpoints(copied / "checkpoints", keep_last=9)
+    other.save(20, changed, None, {}, None)
+    other.wait()
+    change_receipt(lambda receipt: receipt["weights"].update({"20": describe_weights(changed)}))
+    result = run_json(capsys, audit, copied, "--steps", "16:20")
+    assert result["verdict"].startswith("PASS: no difference in "), result["verdict"]
+    errors = [one["error"] for one in result["compared"] if one["name"].startswith("step 20/")]
+    assert 1e-7 < max(errors) < 1e-5
+
+
 def damages(content):
     """The bytes of a file with a bit flipped somewhere, cut, and zeros."""
     for place in (0, len(content) // 3, len(content) // 2, len(content) - 1):
