@@ -1,13 +1,13 @@
 """``jllama verify``: compare jllama, or a checkpoint, with the NumPy reference."""
 
+import contextlib
 import dataclasses
 import fnmatch
-import functools
 import io
 import json
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +104,13 @@ def main(argv: list[str], prog: str) -> int:
         record=True,
     )
 
-    # 3) Run the checks: of a checkpoint, of another program, or of jllama itself.
-    verify = _verify_checkpoint if options.checkpoint else _verify_jllama
+    # 3) Run the checks: of another program, of a checkpoint, or of jllama itself.
     if options.against:
-        verify = _verify_peer
-    result, lines = verify(options, console.width)
+        result, lines = _verify_peer(options)
+    elif options.checkpoint:
+        result, lines = _verify_checkpoint(options)
+    else:
+        result, lines = _verify_jllama(options.only, console.width)
 
     # 4) Print the results.
     for line in lines:
@@ -121,20 +123,27 @@ def main(argv: list[str], prog: str) -> int:
     return 0 if result["passed"] else 1
 
 
-def _verify_peer(options: VerifyOptions, width: int) -> tuple[dict[str, Any], Iterable[Any]]:
+@contextlib.contextmanager
+def _stages() -> Iterator[Callable[..., None]]:
+    """Yield a function that shows a stage in a progress bar, or as a line without a terminal."""
+    with progress("") as move:
+
+        def show(**state: Any) -> None:
+            move(**state)
+            if "description" in state and not sys.stderr.isatty():
+                print(state["description"], file=sys.stderr, flush=True)
+
+        yield show
+
+
+def _verify_peer(options: VerifyOptions) -> tuple[dict[str, Any], Iterable[Any]]:
     """Return the judgment of another program as JSON, and as printable lines."""
     from jllama.lab import peers
     from jllama.lab.checks import results_json
     from jllama.lab.judge_report import judgment_lines
 
     start_s = time.perf_counter()
-    with progress("") as move:
-
-        def on_progress(**state: Any) -> None:
-            move(**state)
-            if "description" in state and not sys.stderr.isatty():
-                print(state["description"], file=sys.stderr, flush=True)
-
+    with _stages() as on_progress:
         on_progress(description="opening")
         checkpoint = options.checkpoint
         model = peers.open_exact(checkpoint, options.precision, options.rope_factor)
@@ -151,10 +160,10 @@ def _verify_peer(options: VerifyOptions, width: int) -> tuple[dict[str, Any], It
                 parallel=options.parallel,
             )
     lines = judgment_lines(result, time.perf_counter() - start_s)
-    return results_json(result.passed, **result.as_json()), lines
+    return results_json(**dataclasses.asdict(result)), lines
 
 
-def _verify_checkpoint(options: VerifyOptions, width: int) -> tuple[dict[str, Any], Iterable[Any]]:
+def _verify_checkpoint(options: VerifyOptions) -> tuple[dict[str, Any], Iterable[Any]]:
     """Return the result of a checkpoint as JSON, and as printable lines."""
     from jllama.lab.checkpoint import checkpoint_lines, verify_checkpoint
     from jllama.lab.checks import results_json
@@ -164,19 +173,18 @@ def _verify_checkpoint(options: VerifyOptions, width: int) -> tuple[dict[str, An
     if options.text:
         with errors_as(f"--text {options.text} is not UTF-8 text", UnicodeDecodeError):
             text = Path(options.text).read_text(encoding="utf-8")
-    console = Console(stderr=True)
-    with console.status("opening") as status:
-        on_stage = functools.partial(print, file=sys.stderr, flush=True)
-        if console.is_terminal:
-            on_stage = status.update
+    with _stages() as on_progress:
         result = verify_checkpoint(
-            options.checkpoint, text, rope_factor=options.rope_factor, on_stage=on_stage
+            options.checkpoint,
+            text,
+            rope_factor=options.rope_factor,
+            on_stage=lambda stage: on_progress(description=stage),
         )
     lines = checkpoint_lines(result, time.perf_counter() - start_s)
     return results_json(result.passed, **dataclasses.asdict(result)), lines
 
 
-def _verify_jllama(options: VerifyOptions, width: int) -> tuple[dict[str, Any], Iterable[Any]]:
+def _verify_jllama(only: str, width: int) -> tuple[dict[str, Any], Iterable[Any]]:
     """Return the matrix of jllama's own checks as JSON, and as printable lines."""
     from jllama.lab import attention, checks, conformance, mutations
     from jllama.system.devices import num_cores
@@ -188,12 +196,11 @@ def _verify_jllama(options: VerifyOptions, width: int) -> tuple[dict[str, Any], 
         + mutations.mutation_checks()
         + attention.attention_checks()
     )
-    selected = [check for check in matrix if _is_selected(check.name, options.only)]
+    selected = [check for check in matrix if _is_selected(check.name, only)]
     if not selected:
         parts = {part for check in matrix for part in (check.group, check.row, check.column)}
         raise UsageError(
-            f"no check's name contains {options.only!r}; "
-            f"names are made of {', '.join(sorted(parts))}"
+            f"no check's name contains {only!r}; names are made of {', '.join(sorted(parts))}"
         )
 
     # Run them in threads, and report progress.

@@ -3,7 +3,7 @@
 import dataclasses
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -39,7 +39,8 @@ OnProgress = Callable[..., object]
 """Receives ``description``, a text, or ``completed`` and ``total``, numbers of requests."""
 
 
-class Explained(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Explained:
     """What a mistake leaves of the differences."""
 
     about: str
@@ -106,13 +107,6 @@ class Judgment:
 
     def __repr__(self) -> str:
         return self.verdict
-
-    def as_json(self) -> dict[str, Any]:
-        """Return all fields but ``passed`` as JSON has them."""
-        fields = {name: value for name, value in vars(self).items() if name != "passed"}
-        fields["mistakes"] = [mistake._asdict() for mistake in self.mistakes]
-        fields["behaviors"] = [behavior._asdict() for behavior in self.behaviors]
-        return fields
 
 
 class Comparison(NamedTuple):

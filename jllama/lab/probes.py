@@ -1,7 +1,8 @@
 """Prompts that reach where mistakes hide, and whether a server's answers depend on its state."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -33,7 +34,8 @@ _CONVERSATIONS = (
 )
 
 
-class Behavior(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Behavior:
     """How the answers of a server change with what should make no difference.
 
     Attributes:
