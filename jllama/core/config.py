@@ -209,7 +209,6 @@ class LlamaConfig:
         logits_scaling: divisor of the logits.
         block: a block of one's own that the layers are made of, by its name in ``BLOCKS``; empty
             for Llama's (docs/extend.md).
-        output_bias: the projection of attention's result has a bias.
 
     >>> config = LlamaConfig(vocab_size=32_000, embed_dim=512, num_heads=8)
     >>> config.head_dim, config.mlp_dim
@@ -241,7 +240,6 @@ class LlamaConfig:
     attention_multiplier: float = 0.0
     logits_scaling: float = 1.0
     block: str = ""
-    output_bias: bool = False
 
     def __post_init__(self) -> None:
         derived = ("vocab_size", "num_kv_heads", "head_dim", "mlp_dim")
@@ -251,7 +249,7 @@ class LlamaConfig:
         check_fields(
             self, "", "norm_eps rope_theta", lambda value: 0 < value < 1e300, "positive, and finite"
         )
-        switches = "tie_embeddings attention_bias output_bias"
+        switches = "tie_embeddings attention_bias"
         check_fields(self, "", switches, lambda value: type(value) is bool, "true or false")
         _check_extensions(self)
         if not self.head_dim and self.embed_dim % self.num_heads:

@@ -261,8 +261,7 @@ class Layer(_Module):
         mixed = inputs.attention(query, *visible, inputs.mask).swapaxes(1, 2)
         wo = self.wo[...]
         flat = mixed.reshape(x.shape[0] * x.shape[1], -1)
-        update = (flat @ wo.reshape(-1, wo.shape[-1])).reshape(x.shape)
-        return (update + self.bo[...] if self.config.output_bias else update), cached
+        return (flat @ wo.reshape(-1, wo.shape[-1])).reshape(x.shape), cached
 
     def feed_forward(self, x: Stream) -> Stream:
         """Compute SwiGLU, ``(silu(x w_gate) * (x w_up)) w_down``, with this layer's matrices."""

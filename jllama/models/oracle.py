@@ -198,8 +198,6 @@ def block(
         q = q * config.attention_multiplier * np.sqrt(config.head_dim)
     heads = attention(q, k, v, mask)
     h = np.tensordot(heads.swapaxes(0, 1), w["wo"], axes=2)
-    if config.output_bias:
-        h = h + w["bo"]
     h = h if norms_inputs else rms_norm(h, w["attn_out_norm"], eps)
     x = x + config.residual_multiplier * h
 
