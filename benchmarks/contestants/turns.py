@@ -15,7 +15,8 @@ from subprocess import PIPE, Popen
 from typing import IO, Any, cast
 
 import jllama
-from jllama.commands.bench import PEERS, BenchOptions, cores
+from jllama.commands.bench import PEERS, BenchOptions
+from jllama.system.devices import num_cores
 from jllama.system.files import Json
 
 
@@ -29,15 +30,12 @@ def measure(options: BenchOptions, argv: list[str]) -> Json:
         how many times as fast as this contestant jllama was.
     """
     names = ["jllama", *options.against]
-    used = cores()[: options.threads or None]
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, used)  # XLA follows it, and child processes inherit it
     asks = {}
     facts = {}
     rates = []
     rounds = []
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as running:
-        work = {"what": options.what, "argv": argv, "threads": len(used), "folder": folder}
+        work = {"what": options.what, "argv": argv, "threads": num_cores(), "folder": folder}
         with _contestant("prepare", work, options) as ask:
             work |= ask()
         cases = work["cases"]

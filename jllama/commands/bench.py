@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import shlex
 import sys
 from pathlib import Path
@@ -26,7 +25,7 @@ PEERS = {
 }
 """The other implementations that can be measured, and the packages to install for them."""
 _COLUMNS = ("ms (least to most)", "tokens/s", "share of limit", "times as fast")
-_COMMON = "against quantize preset batch_size repeats threads json"
+_COMMON = "against quantize preset batch_size repeats json"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +53,6 @@ class BenchOptions(ModelOptions):
         batch_size: the rows of a batch for train, and the texts of a batch for decode.
         repeats: the number of measurements, of which the median counts; one more before them
             does not count.
-        threads: the number of cores to use; 0 takes all that this process may use.
         against: transformers, torch-compile (train) or llama.cpp, separated by commas. They take
             turns with jllama, on a GPU if all can use it, otherwise on the CPU.
         llama_python: the Python that has llama-cpp-python.
@@ -72,7 +70,6 @@ class BenchOptions(ModelOptions):
     new_tokens: int = 128
     batch_size: int = 8
     repeats: int = 5
-    threads: int = 0
     against: list[str] = dataclasses.field(default_factory=list)
     llama_python: str = sys.executable
     json: bool = False
@@ -107,8 +104,6 @@ class BenchOptions(ModelOptions):
         counts = "prompt_tokens batch_size seq_len repeats"
         check_fields(self, "", counts, lambda value: value >= 1, "at least 1")
         check_fields(self, "", "new_tokens", lambda value: value >= 2, "at least 2")
-        limit = len(cores())
-        check_fields(self, "", "threads", lambda value: 0 <= value <= limit, f"0, or up to {limit}")
 
         # 4) Check that each peer can be measured.
         for name in self.against:
@@ -186,10 +181,3 @@ def _cells(row: Json) -> list[str]:
     forms = {"tokens_per_s": "{:,.1f}", "share_of_limit": "{:.0%}", "ratio": "{:.2f}"}
     others = [form.format(row[name]) if row[name] else "-" for name, form in forms.items()]
     return [f"{median} ({low} to {high})", *others]
-
-
-def cores() -> list[int]:
-    """Return the numbers of the cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return [*range(os.cpu_count() or 1)]

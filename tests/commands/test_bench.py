@@ -162,7 +162,6 @@ MISTAKES = """
 2 decode x --preset llama3.2-1b -> give a checkpoint or a preset, not both
 2 decode --preset llama3.2-1b --adapter x -> adapter is x; it must be left out without a ch
 2 decode x --repeats 0 -> repeats is 0; it must be at least 1
-2 decode x --threads 9999 -> threads is 9999; it must be 0, or up to
 2 decode x --against transformer -> there is no peer transformer; did you mean transformers?
 2 decode x --against torch-compile -> torch-compile is for train:
 2 train --against llama.cpp -> llama.cpp does not train; leave it out
