@@ -87,7 +87,7 @@ def audit(config: TrainConfig, first: int, last: int) -> Bisection:
             step, _, path = one.name.removeprefix("step ").partition("/")
             # Other bits of weights: how far are they from those of the checkpoint? That is not
             # known if the checkpoint is not what the receipt says.
-            is_receipts = stored.get(int(step), {}).get(one.name) == history[one.name]
+            is_receipts = stored.get(int(step), {}).get(one.name, "") == history.get(one.name)
             if one.error and is_receipts and int(step) in again.steps():
                 pair = [run.arrays(int(step))[path] for run in (again, saved)]
                 one = one._replace(error=relative_error(*(array.read(...) for array in pair)))
