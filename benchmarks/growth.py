@@ -71,7 +71,7 @@ def measure(axis: str, value: int) -> dict[str, Any]:
     point = {
         "size": value,
         "tokens": batch_size * seq_len,
-        "attention": training.decisions.attention,
+        "attention": training.plan.attention,
     }
     point["flops"] = training_flops_per_token(model, seq_len) * point["tokens"]
     point |= {"state_bytes": state_bytes, "temporary_bytes": temporary_bytes, "step_s": None}

@@ -32,7 +32,7 @@ from jllama.core.config import BLOCKS
 from jllama.core.model import Layer
 from jllama.core.parameters import PARAMETERS, Parameter, count_parameters
 from jllama.system.memory import program_bytes
-from jllama.training.sources import evaluate
+from jllama.training.sources import DataSource
 
 SMOOTHED_STEPS = 50
 EVALUATIONS = 10
@@ -136,7 +136,9 @@ def train(
     comparison: Comparison, model: jllama.LlamaConfig, data: Any, seed: int
 ) -> tuple[dict[str, Any], Any]:
     """Train one run; return its curves, up to the loss on all validation text, and its weights."""
-    config, training, state, batches, step = compiled(comparison, model, data, seed)
+    _, training, state, batches, step = compiled(comparison, model, data, seed)
+    source = DataSource(dataclasses.replace(training.plan, data=data))
+    source.begin(training, None)
     sizes = comparison.training
     losses = []
     points = []
@@ -150,7 +152,7 @@ def train(
             losses = []
         if number % (sizes.steps // EVALUATIONS) == 0:
             max_tokens = 16_384 if number < sizes.steps else 0
-            evaluation = evaluate(training, data, config, state, max_tokens)
+            evaluation = source.evaluate(state, max_tokens, lambda: False)
             validation.append((tokens, round(evaluation.validation_loss, 4)))
     return {"loss": points, "validation_loss": validation}, state.params
 

@@ -51,7 +51,7 @@ training = jllama.compile_training(config)
 state = training.init(jax.random.key(0), model.params)
 data = prepare_prompts(jllama.DataConfig(path=prompts), model.text_tokenizer, None, 16)
 scorer = jllama.Scorer({"right": 1.0}, functions={"right": right})
-sampler = Sampler(model, config, training)  # an engine with the weights of the step
+sampler = Sampler(model, training)  # an engine with the weights of the step
 
 for step, rows in zip(range(NUM_STEPS), data.training_prompts(NUM_PROMPTS, seed=0), strict=False):
     sampler.load(state.params, state.base)
@@ -59,7 +59,7 @@ for step, rows in zip(range(NUM_STEPS), data.training_prompts(NUM_PROMPTS, seed=
     samples = sampler.answer([row for row in rows for _ in range(GROUP_SIZE)], seeds)
     rewards, _ = score_samples(scorer, rows, samples)
     advantages = group_advantages(rewards, "centered").ravel()
-    batch = assemble(samples, advantages, config, model.config.vocab_size)
+    batch = assemble(samples, advantages, training.plan, model.config.vocab_size)
     old = sampled_log_probs(training, batch, state.base, state.params)
     mismatch = abs(old - batch.sampled.sampler).max()
     state, metrics = training.step(state, batch)

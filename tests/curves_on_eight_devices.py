@@ -24,8 +24,9 @@ from jllama.generation.engine import Engine
 from jllama.generation.requests import Answer, Request
 from jllama.parallel.config import MeshConfig
 from jllama.parallel.sharding import make_mesh, state_sharding
-from jllama.training.compiling import check_batch_divides, compile_training
+from jllama.training.compiling import compile_training
 from jllama.training.config import LoopConfig, OptimizerConfig, TrainConfig
+from jllama.training.plan import check_batch_divides, decide
 
 STEPS, BOS, DRAWN = 13, 1, 5  # the last step has the batch of the first, of three
 MESHES = [sizes for sizes in itertools.product((1, 2, 4, 8), repeat=4) if math.prod(sizes) == 8]
@@ -65,7 +66,7 @@ def drawn(rng):
 def is_legal(config, mesh):
     try:
         state_sharding(mesh, config.model, {})
-        check_batch_divides(config, mesh)
+        check_batch_divides(decide(config, mesh))
     except UsageError:
         return False
     return True

@@ -25,7 +25,7 @@ from jllama.tokenizers.base import BYTE_CHARS, TokenType, Vocabulary
 from jllama.tokenizers.huggingface import PRE_TOKENIZERS, HuggingFaceTokenizer
 from jllama.tokenizers.tiktoken import TiktokenTokenizer, write_ranks
 from jllama.training import opening, report, tracker
-from jllama.training.config import TrainConfig
+from jllama.training.plan import Plan
 
 TESTS = Path(__file__).parent
 FLAGS = os.environ.get("XLA_FLAGS", "")  # none where a test compiles as users do
@@ -61,23 +61,23 @@ def run_command(*words: object, place: str | os.PathLike = ".") -> Done:
 def shared_programs() -> Iterator[None]:
     """Runs whose configurations ask for the same programs take them from the first such run.
 
-    ``compile_training`` reads five parts of a configuration; when a run pauses is in no program.
+    ``compile_plan`` reads some parts of a plan; when a run pauses is in no program.
     """
     compiled = {}
-    compile_training = opening.compile_training
+    compile_plan = opening.compile_plan
     pauses = "eval_every save_every log_every keep_last sample_tokens patience max_skipped"
     equal = dict.fromkeys(pauses.split(), 1)
 
-    def compile_once(config: TrainConfig, mesh: Any = None, **options: Any) -> Any:
-        loop = dataclasses.replace(config.training, sample_prompt="", **equal)
-        lora = dataclasses.replace(config.lora, init_from="")  # its rank is filled in by now
-        parts = (config.model, config.optimizer, config.mesh, lora, loop)
-        key = repr((parts, mesh, options))
+    def compile_once(plan: Plan) -> Any:
+        loop = dataclasses.replace(plan.options, sample_prompt="", **equal)
+        lora = dataclasses.replace(plan.config.lora, init_from="")  # its rank is filled in by now
+        parts = (plan.model, plan.optimizer, plan.config.mesh, lora, loop)
+        key = repr((parts, plan.mesh, plan.compiler_options))
         if key not in compiled:
-            compiled[key] = compile_training(config, mesh, **options)
-        return compiled[key]
+            compiled[key] = compile_plan(plan)
+        return compiled[key]._replace(plan=plan)
 
-    with mock.patch.object(opening, "compile_training", compile_once):
+    with mock.patch.object(opening, "compile_plan", compile_once):
         yield
 
 

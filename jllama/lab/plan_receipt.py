@@ -29,9 +29,11 @@ from jllama.parallel.shards import AXES, batch_shardings
 from jllama.system.devices import ACCELERATORS, Accelerator
 from jllama.system.files import Json
 from jllama.system.memory import device_bytes, program_bytes
-from jllama.training.compiling import Training, check_batch_divides, compile_training
+from jllama.training.compiling import compile_plan
 from jllama.training.config import TrainConfig
 from jllama.training.metrics import training_flops_per_token
+from jllama.training.plan import Plan, check_batch_divides, decide
+from jllama.training.trainable import LoraAdapters
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -197,10 +199,11 @@ def plan_training(config: TrainConfig, topology: str) -> Receipt:
     # The step, and abstract arrays of what it takes.
     accelerator, devices = topology_devices(topology)
     mesh = make_mesh(config.mesh, devices)
-    check_batch_divides(config, mesh)
-    training = compile_training(config, mesh)
+    plan = decide(config, mesh)
+    check_batch_divides(plan)
+    training = compile_plan(plan)
     state = jax.eval_shape(training.init, jax.random.key(0))
-    seq_len = options.seq_len or config.model.max_seq_len
+    seq_len = plan.options.seq_len
     ids, counted = (
         jax.ShapeDtypeStruct(
             (options.batch_size, seq_len + 1), dtype, sharding=training.batch_sharding
@@ -211,8 +214,8 @@ def plan_training(config: TrainConfig, topology: str) -> Receipt:
 
     # The parts of the receipt that formulas give.
     tokens = options.batch_size * seq_len
-    attention = training.decisions.attention
-    shares = training.trainable.shares
+    attention = plan.attention
+    shares = plan.trainable.shares
     token_flops = training_flops_per_token(config.model, seq_len, shares)
     products_flops = training_flops_per_token(config.model, 0, shares)
     flops = token_flops * tokens / len(devices)
@@ -226,7 +229,7 @@ def plan_training(config: TrainConfig, topology: str) -> Receipt:
         "attention_flops": flops * (1 - products_flops / token_flops),
         "attends_again": attends_again(config, attention),
         "settings": settings(config),
-        "starting_bytes": starting_bytes(config, training),
+        "starting_bytes": starting_bytes(plan),
     }
     if not accelerator.kind:  # nothing compiles for it
         rows = options.batch_size / mesh.shape["data"] / mesh.shape["fsdp"] / options.accumulation
@@ -257,15 +260,16 @@ def stored_bytes(config: TrainConfig, rows: float) -> float:
     return 2 * model.num_layers * rows * seq_len / config.mesh.sequence * stored
 
 
-def starting_bytes(config: TrainConfig, training: Training) -> int:
+def starting_bytes(plan: Plan) -> int:
     """Compute the most that a device holds while the weights under adapters are read and quantized.
 
     The files are in bfloat16. Weights that are not quantized are read in their final form: 0.
     """
-    if not config.trains_adapters or config.lora.base not in ("int8", "nf4"):
+    trainable = plan.trainable
+    if not isinstance(trainable, LoraAdapters) or trainable.lora.base not in ("int8", "nf4"):
         return 0
-    quantize = training.trainable.convert
-    stacks: Any = flatten_dict(abstract_params(config.model, jnp.bfloat16), sep="/")
+    quantize = trainable.convert
+    stacks: Any = flatten_dict(abstract_params(plan.model, jnp.bfloat16), sep="/")
     quantized_bytes = 0
     max_bytes = 0
     # In the order in which ``load_params`` reads: the largest first.
@@ -275,7 +279,7 @@ def starting_bytes(config: TrainConfig, training: Training) -> int:
         result_bytes = device_bytes(jax.eval_shape(functools.partial(quantize, path), stack))
         # int8 transposes the stack; nf4 has a few layers in float32.
         working_bytes = stack_bytes
-        if config.lora.base == "nf4":
+        if trainable.lora.base == "nf4":
             working_bytes = 12 * math.prod(stack.shape[1:])
         quantized_bytes += result_bytes
         max_bytes = max(max_bytes, quantized_bytes + stack_bytes + working_bytes)

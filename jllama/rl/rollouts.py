@@ -22,8 +22,7 @@ from jaxtyping import Bool, Float
 from jllama.core import UsageError
 from jllama.core.parameters import Params
 from jllama.core.step import Batch, Sampled, TrainState
-from jllama.data.prompts import PromptDataset, PromptRow
-from jllama.formats.tensors import Checkpoint
+from jllama.data.prompts import PromptRow
 from jllama.functional import TRUNCATIONS
 from jllama.generation.engine import Engine
 from jllama.generation.requests import Answer, Request, Row
@@ -32,11 +31,10 @@ from jllama.kernels.shapes import power_of_two_at_least
 from jllama.models.decode_params import DecodeParams, decode_layout
 from jllama.models.language_model import LanguageModel
 from jllama.rl import RewardError, Scorer, Scores
-from jllama.templates.messages import chat_format
 from jllama.training.compiling import Training, put_on_devices
-from jllama.training.config import TrainConfig
 from jllama.training.metrics import Evaluation
-from jllama.training.sources import Samples, Source, share_of_padding
+from jllama.training.plan import Plan
+from jllama.training.sources import Figures, Source, share_of_padding
 
 MIN_WIDTH = 32  # tokens of the narrowest batch; others are powers of two
 _PREFIX_TOKENS = 8192  # of prompts, cached for others with the same beginning
@@ -59,23 +57,21 @@ class Sampler:
 
     Args:
         model: the tokenizer, chat template and stop ids, with any weights of the architecture.
-        config: ``training``, ``sampling`` and ``seed`` are read.
         training: the trainer; the engine's weights are on its devices, in its dtype.
     """
 
     model: LanguageModel
-    config: TrainConfig
     training: Training
 
     def __post_init__(self) -> None:
         self.engine: Engine | None = None
-        convert = functools.partial(decoding_weights, self.training, self.config)
+        convert = functools.partial(decoding_weights, self.training)
         # One program is faster than one a weight. Over several devices, the weights stay split.
         self.convert = jax.jit(convert) if self.training.mesh.size == 1 else convert
 
     def load(self, params: Params, base: Params | None) -> None:
         """Give the engine the weights of a step."""
-        options = self.config.training
+        options = self.training.plan.options
         model = dataclasses.replace(self.model, params=self.convert(params, base))
         if self.engine:
             self.engine.replace_weights(model)
@@ -86,14 +82,15 @@ class Sampler:
     def answer(self, prompts: Sequence[PromptRow], seeds: Sequence[int]) -> list[Sample]:
         """Return an answer to each prompt, drawn by its seed."""
         assert self.engine is not None
+        plan = self.training.plan
         stop_ids = self.model.text_tokenizer.stops_or_eos(self.model.stop_ids)
         rows = []
         for prompt, seed in zip(prompts, seeds, strict=True):
-            sampling = dataclasses.replace(self.config.sampling, seed=seed)
+            sampling = dataclasses.replace(plan.sampling, seed=seed)
             request = Prompt(
                 prompt.ids,
                 sampling,
-                self.config.training.grpo.max_answer_tokens,
+                plan.options.grpo.max_answer_tokens,
                 stop_ids=stop_ids,
                 drawn_log_probs=True,
             )
@@ -122,14 +119,12 @@ def finished_rows(engine: Engine) -> dict[Row, Answer]:
     return dict(answers)
 
 
-def decoding_weights(
-    training: Training, config: TrainConfig, params: Params, base: Params | None
-) -> DecodeParams:
+def decoding_weights(training: Training, params: Params, base: Params | None) -> DecodeParams:
     """Return the weights of a step, adapters merged, in the layout and dtype that decode."""
     weights = training.trainable.merge(params, base)
-    dtype = training.decisions.dtype
+    dtype = training.plan.dtype
     weights = jax.tree.map(lambda leaf: leaf.astype(dtype), weights)
-    return decode_layout(weights, config.model, joins=training.mesh.size == 1)
+    return decode_layout(weights, training.plan.model, joins=training.mesh.size == 1)
 
 
 SHOWN_ANSWERS = 8
@@ -139,34 +134,33 @@ SHOWN_ANSWERS = 8
 class Rollouts(Source):
     """Batches of the current model's answers.
 
-    Args:
-        data: the prompts.
-        config: of the run.
-        sampler: answers them.
+    Attributes:
         scorer: rewards the answers.
+        sampler: answers the prompts of the run's data.
         reference: weights of the model before training, over the same ``base``.
     """
 
     advice = "mend the reward, and resume the run"
+    sampler: Sampler
+    reference: Params | None = None
 
-    def __init__(
-        self,
-        data: PromptDataset,
-        config: TrainConfig,
-        sampler: Sampler,
-        scorer: Scorer,
-        reference: Params | None = None,
-    ) -> None:
-        self.data = data
-        self.config = config
-        self.sampler = sampler
-        self.scorer = scorer
-        self.reference = reference
-        self.training = sampler.training
-        options = self.config.training
-        self.prompts = self.data.training_prompts(
-            options.batch_size // options.grpo.group_size, self.config.seed
-        )
+    def __init__(self, plan: Plan) -> None:
+        """Start the rewards, and try them once, so that a mistake in them costs no weights to load.
+
+        Raises:
+            JllamaError: a reward fails for an answer to the first prompt.
+        """
+        super().__init__(plan)
+        grpo = plan.options.grpo
+        limits: Any = {"limit_s": grpo.reward_limit_s, "num_processes": grpo.reward_processes}
+        self.scorer = Scorer(plan.config.rewards, **limits)
+        row = self.data.train[0]
+        answers = ["An answer to try the reward."] * grpo.group_size
+        try:
+            self.scorer.score([row.prompt], [answers], [row.fields], [row.place])
+        except RewardError:
+            self.close()
+            raise
         # The figures of each batch that the log has not taken, oldest first; and why batches, or
         # some of their answers, have no rewards, by the steps that they were for.
         self.records: list[dict[str, Any]] = []
@@ -174,18 +168,33 @@ class Rollouts(Source):
         self._batch: Batch | None = None
         self._num_used = 0  # updates from the last batch
 
-    def get_state(self) -> Any:
-        """Return which prompts come next; a run is saved only between batches."""
-        return self.prompts.get_state()
+    def begin(self, training: Training, initial: TrainState | None) -> None:
+        """Get the programs, and with ``grpo.kl`` the model before training.
 
-    def set_state(self, state: Any) -> None:
-        """Continue with the prompts that ``get_state`` said."""
-        self.prompts.set_state(state)
+        Raises:
+            UsageError: rewards cannot be had with these options.
+        """
+        super().begin(training, initial)
+        plan = self.plan
+        options = plan.options
+        if jax.process_count() > 1:
+            raise UsageError(
+                f"reward is {plan.config.reward}; it must be left out with several processes"
+            )
+        drawn_settings(
+            plan.sampling, 1, self.data.tokenizer.vocab_size
+        )  # raises if one does not fit
+        if options.grpo.kl and initial:
+            # The step donates its state, so that the reference needs parameters of its own.
+            self.reference = jax.tree.map(jnp.copy, initial.params)
+        self.sampler = Sampler(plan.language_model, training)
+        num_prompts = options.batch_size // options.grpo.group_size
+        self.stream = self.data.training_prompts(num_prompts, plan.seed)
 
     @property
     def is_between(self) -> bool:
         """Whether all updates from the last batch were taken."""
-        return self._num_used % self.config.training.grpo.updates == 0
+        return self._num_used % self.plan.options.grpo.updates == 0
 
     def next(self, step: int, state: TrainState) -> Batch:
         """Return the batch of the next update: new answers, or the last batch once more."""
@@ -197,15 +206,14 @@ class Rollouts(Source):
         return self._batch
 
     def _new_batch(self, step: int, state: TrainState) -> Batch:
-        options = self.config.training
         training = self.training
-        grpo = options.grpo
+        grpo = self.plan.options.grpo
 
         # 1) Answers.
         start_s = time.perf_counter()
-        rows = next(self.prompts)
+        rows = next(self.stream)
         prompts = [row for row in rows for _ in range(grpo.group_size)]
-        seeds = np.random.default_rng((self.config.seed, step)).integers(2**32, size=len(prompts))
+        seeds = np.random.default_rng((self.plan.seed, step)).integers(2**32, size=len(prompts))
         self.sampler.load(state.params, state.base)
         samples = self.sampler.answer(prompts, seeds.tolist())
         sampled_s = time.perf_counter()
@@ -233,7 +241,7 @@ class Rollouts(Source):
 
         # 3) Log-probabilities by the trainer.
         num_ids = self.data.tokenizer.vocab_size
-        batch = assemble(samples, advantages, self.config, num_ids)
+        batch = assemble(samples, advantages, self.plan, num_ids)
         is_token = batch.counted
         on_devices = put_on_devices(batch, training.batch_sharding)
         score = functools.partial(sampled_log_probs, training, on_devices, state.base)
@@ -260,9 +268,7 @@ class Rollouts(Source):
         is_learned = has_reward & ~(is_overlong & grpo.mask_overlong)
         return batch._replace(counted=is_token & is_learned[:, None], sampled=sampled)
 
-    def figures(
-        self, batches: Sequence[Batch], elapsed_s: float
-    ) -> tuple[dict[str, Any], Sequence[str]]:
+    def figures(self, batches: Sequence[Batch], elapsed_s: float) -> Figures:
         """Return the means of rewards and others, and which answers had no reward."""
         record = rollout_record(self.records, elapsed_s)
         if self.data.is_chat:
@@ -285,7 +291,7 @@ class Rollouts(Source):
 
     def evaluate(
         self, state: TrainState, max_tokens: int, should_stop: Callable[[], bool]
-    ) -> tuple[Evaluation, Samples] | None:
+    ) -> Evaluation | None:
         """Evaluate by one answer to each of ``eval_prompts`` held-out prompts, or to all.
 
         What checkpoints are compared by is minus the mean reward. The seeds are the same at each
@@ -296,7 +302,7 @@ class Rollouts(Source):
         """
         if should_stop():
             return None
-        num_prompts = self.config.training.grpo.eval_prompts if max_tokens else 0
+        num_prompts = self.plan.options.grpo.eval_prompts if max_tokens else 0
         rows = self.data.validation[: num_prompts or None]
         self.sampler.load(self.training.weights(state), state.base)
         samples = self.sampler.answer(rows, range(len(rows)))
@@ -308,12 +314,12 @@ class Rollouts(Source):
         if no_reward:
             means["no_reward"] = no_reward
         means["answer_tokens"] = float(np.mean([len(sample.ids) for sample in samples]))
-        shown = []
+        self.samples = []
         num_shown = SHOWN_ANSWERS if max_tokens else 0
         for sample in samples[:num_shown]:
             prompt = self.data.tokenizer.decode(sample.prompt.ids)
-            shown.append({"prompt": prompt, "text": sample.text, "is_question": True})
-        return Evaluation(-means["reward"], None, None, means), shown
+            self.samples.append({"prompt": prompt, "text": sample.text, "is_question": True})
+        return Evaluation(-means["reward"], None, None, means)
 
 
 def score_samples(scorer: Scorer, rows: Sequence[PromptRow], samples: Sequence[Sample]) -> Scores:
@@ -376,16 +382,15 @@ def have_signal(rewards: _Rewards) -> Bool[np.ndarray, "prompts"]:
 def assemble(
     samples: Sequence[Sample],
     advantages: Float[np.ndarray, "rows"],
-    config: TrainConfig,
+    plan: Plan,
     num_ids: int,
 ) -> Batch:
     """Return the batch of prompts with their answers, whose tokens count.
 
     ``num_ids`` is the number of the tokenizer's tokens. ``old`` is zero.
     """
-    options = config.training
     lengths = [len(sample.prompt.ids) + len(sample.ids) for sample in samples]
-    window = min(power_of_two_at_least(max(lengths) - 1, MIN_WIDTH), options.seq_len) + 1
+    window = min(power_of_two_at_least(max(lengths) - 1, MIN_WIDTH), plan.options.seq_len) + 1
     shape = len(samples), window
     tokens = np.zeros(shape, np.int32)
     segments = np.zeros(shape, np.int32)
@@ -399,7 +404,7 @@ def assemble(
         segments[row, :end] = 1
         sampler[row, start:end] = sample.log_probs
         counted[row, start:end] = True
-    settings = drawn_settings(config.sampling, len(samples), num_ids)
+    settings = drawn_settings(plan.sampling, len(samples), num_ids)
     sampled = Sampled(advantages, sampler, np.zeros_like(sampler), settings)
     return Batch(tokens, segments, counted, sampled=sampled)
 
@@ -467,47 +472,3 @@ def _mean(values: Sequence[Any]) -> Any:
     if isinstance(values[0], dict):
         return {name: _mean([value[name] for value in values]) for name in values[0]}
     return float(np.mean(values))
-
-
-# What opens a run
-
-
-def open_scorer(config: TrainConfig, data: PromptDataset) -> Scorer:
-    """Start the rewards, and try them once, so that a mistake in them costs no weights to load.
-
-    Raises:
-        JllamaError: a reward fails for an answer to the first prompt.
-    """
-    grpo = config.training.grpo
-    limits: Any = {"limit_s": grpo.reward_limit_s, "num_processes": grpo.reward_processes}
-    scorer = Scorer(config.rewards, **limits)
-    row = data.train[0]
-    answers = ["An answer to try the reward."] * grpo.group_size
-    try:
-        scorer.score([row.prompt], [answers], [row.fields], [row.place])
-    except RewardError:
-        scorer.close()
-        raise
-    return scorer
-
-
-def open_rollouts(
-    data: PromptDataset,
-    scorer: Scorer,
-    config: TrainConfig,
-    training: Training,
-    origin: Checkpoint,
-    initial: TrainState | None,
-) -> Rollouts:
-    """Return batches of the model's own answers; ``initial`` is the state before training."""
-    if jax.process_count() > 1:
-        raise UsageError(f"reward is {config.reward}; it must be left out with several processes")
-    drawn_settings(config.sampling, 1, data.tokenizer.vocab_size)  # raises if one does not fit
-    template, stop_ids = chat_format(data.tokenizer, origin.chat_template, origin.stop_ids)
-    model = LanguageModel(config.model, {}, data.tokenizer, template, stop_ids)
-    reference = None
-    if config.has_reference and initial:
-        # The step donates its state, so that the reference needs parameters of its own.
-        reference = jax.tree.map(jnp.copy, initial.params)
-    sampler = Sampler(model, config, training)
-    return Rollouts(data, config, sampler, scorer, reference)

@@ -1,33 +1,58 @@
-"""Training states as checkpoints.
+"""Training states as checkpoints, and the receipt of their weights.
 
 As the model a checkpoint holds ``training.weights(state)``: with ``training.ema`` the running mean,
 and the weights that training continues with are then part of the saved state.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
 
-from jllama.core import JllamaError
 from jllama.core.parameters import Params
 from jllama.core.step import TrainState
+from jllama.formats.receipt import describe_weights
 from jllama.formats.run_checkpoints import RunCheckpoints
 from jllama.system.files import Json
 from jllama.training.compiling import Training
+from jllama.training.loop import Run
+from jllama.training.receipt import write_receipt
 
 
-def save_state(
-    checkpoints: RunCheckpoints,
-    training: Training,
-    step: int,
-    state: TrainState,
-    meta: Json,
-    validation_loss: float | None,
-) -> None:
-    """Begin to save a state; ``JllamaError`` if this or the save before it failed."""
-    trained = None if state.average is None else training.trainable.select(state.params)
-    others = _other_arrays(state, jax.random.key_data(state.key), trained)
-    checkpoints.save(step, training.weights(state), others, meta, validation_loss)
+@dataclasses.dataclass
+class Keeper:
+    """What saves the states of a run.
+
+    Attributes:
+        checkpoints: those of the run.
+        meta: what each checkpoint says of the run: fingerprints of the model that adapters or
+            rewards need again, and ``data_since``, the step after which the data are those of now.
+        receipt: see ``jllama.training.receipt``.
+    """
+
+    checkpoints: RunCheckpoints
+    meta: Json
+    receipt: Json = dataclasses.field(default_factory=dict)
+
+    def save(self, run: Run, validation_loss: float | None) -> None:
+        """Begin to save the state of a run, and what it needs to know to go on.
+
+        Raises ``JllamaError`` if this or the save before it failed.
+        """
+        training = run.training
+        state = run.state
+        weights = training.weights(state)
+        self.receipt["weights"][str(run.step)] = describe_weights(weights)
+        write_receipt(run.plan.folder, self.receipt)
+        meta = {
+            "batches": run.source.get_state(),
+            "corpus": run.plan.data.fingerprint,
+            "seconds": run.tracker.seconds(),
+            **self.meta,
+        }
+        trained = None if state.average is None else training.trainable.select(state.params)
+        others = _other_arrays(state, jax.random.key_data(state.key), trained)
+        self.checkpoints.save(run.step, weights, others, meta, validation_loss)
 
 
 def restore_state(
@@ -59,35 +84,3 @@ def _other_arrays(state: TrainState, key: Any, trained: Params | None) -> dict[s
         "trained": trained,
     }
     return {name: value for name, value in others.items() if value is not None}
-
-
-def check_origin(
-    meta: Json,
-    corpus: str,
-    origin_meta: Json,
-    checkpoints: RunCheckpoints,
-    step: int,
-    *,
-    may_change: bool,
-) -> bool:
-    """Return whether a checkpoint was trained on these data.
-
-    Raises ``JllamaError`` if it was not and ``may_change`` is False, or if the run began from
-    another model.
-    """
-    folder = checkpoints.folder
-    problem = ""
-    identity = meta.get("identity", {})  # version 0.1.0 wrote one
-    is_same = corpus in (meta.get("corpus"), *identity.values())
-    if not (is_same or may_change):
-        problem = (
-            f"the corpus or its tokenizer has changed since {folder / str(step)} was saved; go on "
-            "with other texts, chats or prompts by resume_with_changes"
-        )
-    elif any(meta.get(name, value) != value for name, value in origin_meta.items()):
-        problem = f"init_from is not the model that the run {folder.parent} began from"
-    if problem:
-        raise JllamaError(
-            f"{problem}; restore what it was, or start a new run with another run_dir"
-        )
-    return is_same

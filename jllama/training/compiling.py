@@ -2,36 +2,32 @@
 
 import dataclasses
 import functools
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float
 
-from jllama.core import UsageError, check_fields
+from jllama.core import UsageError
 from jllama.core import step as core
 from jllama.core.config import LlamaConfig
 from jllama.core.model import check_ids
 from jllama.core.parameters import Params
 from jllama.core.step import Batch, Setup, StepMetrics, Targets, TrainState, map_over_devices
-from jllama.functional import UnsupportedAttention, choose_attention
-from jllama.models.build import check_attention, functions_of
+from jllama.functional import UnsupportedAttention
+from jllama.models.build import functions_of
 from jllama.models.lora import dequantize
-from jllama.parallel import distributed
-from jllama.parallel.exchange import BY_HAND, Parallelism
-from jllama.parallel.sharding import make_mesh, ruleset, state_sharding
+from jllama.parallel.exchange import Parallelism
+from jllama.parallel.sharding import state_sharding
 from jllama.parallel.shards import BATCH
 from jllama.system.devices import loss_chunk_tokens
-from jllama.system.errors import unknown_name
-from jllama.system.files import AUTOTUNING
 from jllama.system.machine import keep_freed_memory
 from jllama.training.config import TrainConfig
 from jllama.training.objectives import OBJECTIVES, drawn_scores, row_log_probs
 from jllama.training.optimizer import make_optimizer
-from jllama.training.trainable import trainable_of
+from jllama.training.plan import Plan, decide
+from jllama.training.trainable import FullWeights
 
 
 class Training(NamedTuple):
@@ -55,7 +51,7 @@ class Training(NamedTuple):
     evaluate: Any
     log_probs: Any
     drawn_log_probs: Any
-    decisions: "Decisions"
+    plan: Plan
     shardings: TrainState
     batch_sharding: NamedSharding
     trained: Params  # shapes and shardings of what is trained
@@ -63,12 +59,12 @@ class Training(NamedTuple):
     @property
     def mesh(self) -> Mesh:
         """The devices."""
-        return self.decisions.mesh
+        return self.plan.mesh
 
     @property
-    def trainable(self) -> Any:
+    def trainable(self) -> FullWeights:
         """What is trained."""
-        return self.decisions.setup.trainable
+        return self.plan.trainable
 
     def weights(self, state: TrainState) -> Params:
         """Return the ``params`` to evaluate, with ``training.ema`` the running mean."""
@@ -79,131 +75,6 @@ class Training(NamedTuple):
     def model_weights(self, state: TrainState) -> Params:
         """Return a whole model's weights from ``weights(state)``, adapters merged."""
         return self.trainable.merge(self.weights(state), state.base)
-
-
-# What is decided before anything is compiled
-
-
-class Decisions(NamedTuple):
-    """What a training run's programs are made of, decided once from its configuration.
-
-    Attributes:
-        mesh: the devices.
-        dtype: of activations and products.
-        attention: the name of the implementation.
-        setup: of the step.
-        is_deterministic: whether a GPU must repeat its bits.
-    """
-
-    mesh: Mesh
-    dtype: np.dtype[Any]
-    attention: str
-    setup: Setup
-    is_deterministic: bool
-
-
-def decide(config: TrainConfig, mesh: Mesh | None = None) -> Decisions:
-    """Decide what a configuration leaves open; None makes a mesh by ``config.mesh``.
-
-    Raises:
-        UsageError: the configuration does not fit the devices, or names something unknown.
-    """
-    # The devices, and what they compute with.
-    mesh = make_mesh(config.mesh) if mesh is None else mesh
-    options = config.training
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    sums_on_cpu = on_cpu and any(mesh.shape[name] > 1 for name in BY_HAND)
-    if sums_on_cpu and options.reduce_dtype != "float32":
-        raise UsageError(
-            f"training.reduce_dtype is {options.reduce_dtype}; "
-            "it must be float32 on CPUs, where XLA sums no other"
-        )
-    if options.objective not in OBJECTIVES:
-        raise unknown_name("objective", options.objective, OBJECTIVES)
-    dtype = compute_dtype(config, mesh)
-    attention = attention_of(config, mesh, dtype)
-    trainable = trainable_of(config, dtype, mesh.shape)
-
-    # The step.
-    rules = ruleset(config.mesh)
-    parallel = Parallelism(config.model, mesh, rules, dtype, options.reduce_dtype, dequantize)
-    parallel = dataclasses.replace(parallel, specs=trainable.specs(parallel.weight_specs()))
-    remat = "dots" if options.remat == "auto" else str(options.remat)
-    chunk_tokens = loss_chunk_tokens(mesh.devices.flat[0], config.model.vocab_size)
-    setup = Setup(
-        config.model,
-        make_optimizer(config.optimizer, options.steps),
-        OBJECTIVES[options.objective],
-        options,
-        functions_of(attention, remat, chunk_tokens, mesh=mesh),
-        trainable,
-        parallel,
-        options.accumulation,
-        options.reduce_dtype,
-        options.ema,
-        options.spike_factor,
-    )
-    repeats_bits = is_deterministic(config, mesh, attention)
-    return Decisions(mesh, dtype, attention, setup, repeats_bits)
-
-
-def compute_dtype(config: TrainConfig, mesh: Mesh) -> np.dtype[Any]:
-    """Return the dtype of activations and products: as configured, or by the platform."""
-    name = config.training.dtype
-    if name == "auto":
-        name = "float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16"
-    return jnp.dtype(name)
-
-
-def attention_of(config: TrainConfig, mesh: Mesh, dtype: np.dtype[Any]) -> str:
-    """Return the name of the attention implementation, with ``auto`` resolved for a mesh.
-
-    Raises ``UsageError`` if the platform has no such implementation, or it has no backward pass.
-    """
-    platform = mesh.devices.flat[0].platform
-    check_attention(config.training.attention, platform, backward=True)
-    if config.training.attention != "auto":
-        return config.training.attention
-    seq_len = config.training.seq_len or config.model.max_seq_len
-    window = config.model.sliding_window > 0
-    chosen = choose_attention(seq_len, seq_len, platform=platform, dtype=dtype, window=window)
-    # These two take no queries from inside a row.
-    if mesh.shape["sequence"] > 1 and chosen in ("tokamax", "triton"):
-        return "blocked"
-    return chosen
-
-
-def is_deterministic(config: TrainConfig, mesh: Mesh, attention: str) -> bool:
-    """Return whether a GPU must repeat its bits; ``UsageError`` if its attention cannot."""
-    setting = config.training.deterministic
-    if mesh.devices.flat[0].platform != "gpu":
-        return False
-    if attention != "cudnn":
-        return setting is not False
-    if setting is True:  # cudnn's backward pass adds in any order
-        raise UsageError(
-            "training.deterministic is true, and training.attention cudnn is not: "
-            "take another, or auto"
-        )
-    return False
-
-
-def autotuning_options(config: TrainConfig, folder: Path) -> dict[str, Any]:
-    """Return XLA's options that keep a GPU's choices of kernels in the run's folder.
-
-    XLA chooses by timing, so a resumed run would otherwise choose others. JAX's cache of compiled
-    programs keeps the choices by the same options.
-    """
-    if jax.default_backend() != "gpu" or config.training.deterministic is False:
-        return {}
-    mode = "UPDATE" if distributed.process_index() == 0 else "READ"
-    return {
-        "xla_gpu_per_fusion_autotune_cache_dir": str((folder / AUTOTUNING).absolute()),
-        "xla_gpu_experimental_autotune_cache_mode": f"AUTOTUNE_CACHE_MODE_{mode}",
-    }
-
-
-# The programs
 
 
 def compile_training(
@@ -232,38 +103,35 @@ def compile_training(
     Raises:
         UsageError: the configuration does not fit the devices, or names something unknown.
     """
-    decisions = decide(config, mesh)
-    mesh = decisions.mesh
-    setup = decisions.setup
-    trainable = setup.trainable
-    device = mesh.devices.flat[0]
-    on_cpu = device.platform == "cpu"
+    return compile_plan(decide(config, mesh, compiler_options))
+
+
+def compile_plan(plan: Plan) -> Training:
+    """Return the programs of a plan, each compiled when it is first called.
+
+    Raises:
+        UsageError: the weights do not divide over the mesh, or the optimizer is unknown.
+    """
+    on_cpu = plan.mesh.devices.flat[0].platform == "cpu"
     if on_cpu:
         keep_freed_memory()
+    setup = setup_of(plan)
 
     # How the state and batches are split over the mesh.
     initial = functools.partial(core.initial_state, setup)
     state = jax.eval_shape(initial, jax.random.key(0))
-    trained = jax.eval_shape(trainable.select, state.params)
+    trained = jax.eval_shape(plan.trainable.select, state.params)
     shardings, trained_shardings = state_sharding(
-        mesh, config.model, (state, trained), ruleset(config.mesh)
+        plan.mesh, plan.model, (state, trained), plan.rules
     )
     trained = jax.tree.map(
         lambda leaf, sharding: leaf.update(sharding=sharding), trained, trained_shardings
     )
-    batch_sharding = NamedSharding(mesh, BATCH)
+    batch_sharding = NamedSharding(plan.mesh, BATCH)
 
-    # The options of the compiler.
-    xla_options = {**config.training.compiler_options, **(compiler_options or {})}
-    if decisions.is_deterministic and device in jax.devices():
-        # Kernels are only timed where the device is present; for an absent one XLA finds none that
-        # it may exclude.
-        xla_options.setdefault("xla_gpu_exclude_nondeterministic_ops", True)
-    # init runs once, so what counts is compiling: 0.9 s unoptimized, 5.6 s otherwise, for a small
-    # model on two cores.
+    # The programs. init runs once, so what counts is compiling: 0.9 s unoptimized, 5.6 s otherwise,
+    # for a small model on two cores.
     init_options = {"xla_backend_optimization_level": 0} if on_cpu else None
-
-    # The programs.
     init = jax.jit(
         initial, out_shardings=shardings, donate_argnums=1, compiler_options=init_options
     )
@@ -272,33 +140,53 @@ def compile_training(
         in_shardings=(shardings, batch_sharding),
         out_shardings=(shardings, None),
         donate_argnums=0,
-        compiler_options=xla_options,
+        compiler_options=plan.compiler_options,
     )
+    without_z_loss = setup._replace(options=dataclasses.replace(plan.options, z_loss=0.0))
 
     def compile_scoring(function: Any, outputs: core.Outputs) -> Any:
         scoring = jax.jit(
-            functools.partial(map_over_devices, without_z_loss(setup), function, outputs),
+            functools.partial(map_over_devices, without_z_loss, function, outputs),
             in_shardings=(shardings.params, batch_sharding, shardings.base),
-            compiler_options=xla_options,
+            compiler_options=plan.compiler_options,
         )
         return lambda params, batch, base=None: scoring(params, batch, base)
 
     return Training(
         init=init,
-        step=CheckedStep(step, config.model),
+        step=CheckedStep(step, plan.model),
         evaluate=compile_scoring(core.evaluate, "sums"),
         log_probs=compile_scoring(local_log_probs, "rows"),
         drawn_log_probs=compile_scoring(local_drawn_log_probs, "rows"),
-        decisions=decisions,
+        plan=plan,
         shardings=shardings,
         batch_sharding=batch_sharding,
         trained=trained,
     )
 
 
-def without_z_loss(setup: Setup) -> Setup:
-    """Return the setup of an evaluation."""
-    return setup._replace(options=dataclasses.replace(setup.options, z_loss=0.0))
+def setup_of(plan: Plan) -> Setup:
+    """Return what is fixed when the step of a plan is compiled."""
+    options = plan.options
+    parallel = Parallelism(
+        plan.model, plan.mesh, plan.rules, plan.dtype, options.reduce_dtype, dequantize
+    )
+    parallel = dataclasses.replace(parallel, specs=plan.trainable.specs(parallel.weight_specs()))
+    remat = "dots" if plan.remat == "auto" else plan.remat
+    chunk_tokens = loss_chunk_tokens(plan.mesh.devices.flat[0], plan.model.vocab_size)
+    return Setup(
+        plan.model,
+        make_optimizer(plan.optimizer, options.steps),
+        OBJECTIVES[options.objective],
+        options,
+        functions_of(plan.attention, remat, chunk_tokens, mesh=plan.mesh),
+        plan.trainable,
+        parallel,
+        options.accumulation,
+        options.reduce_dtype,
+        options.ema,
+        options.spike_factor,
+    )
 
 
 def local_log_probs(
@@ -353,23 +241,6 @@ class CheckedStep:
             raise UsageError(
                 f"{error}: take another training.attention, or mesh.sequence"
             ) from error
-
-
-def check_batch_divides(config: TrainConfig, mesh: Mesh) -> None:
-    """Raise ``UsageError`` if rows of a batch, or tokens of a row, do not divide over the mesh."""
-    options = config.training
-    num_devices = mesh.shape["data"] * mesh.shape["fsdp"]
-    divisor = num_devices * options.accumulation
-    expected = f"a multiple of {num_devices} device(s) times {options.accumulation} part(s)"
-    check_fields(options, "training.", "batch_size", lambda size: size % divisor == 0, expected)
-    ways = mesh.shape["sequence"]
-    check_fields(
-        options,
-        "training.",
-        "seq_len",
-        lambda size: (size or config.model.max_seq_len) % ways == 0,
-        f"a multiple of mesh.sequence, {ways}",
-    )
 
 
 def put_on_devices(batch: Any, sharding: NamedSharding) -> Any:

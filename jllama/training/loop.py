@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
@@ -21,36 +21,29 @@ from jllama.parallel import distributed
 from jllama.system.devices import device_memory_bytes
 from jllama.system.files import CHECKPOINTS, METRICS, SAMPLES, SKIPPED
 from jllama.system.memory import peak_bytes, program_bytes
-from jllama.training.compiling import Training, autotuning_options, compile_training, put_on_devices
-from jllama.training.config import TrainConfig
-from jllama.training.events import REPORT_EVERY_S, Event
+from jllama.training.compiling import Training, compile_plan, put_on_devices
 from jllama.training.metrics import (
     Evaluation,
     is_out_of_patience,
-    note_of,
     summarize,
     training_flops_per_token,
 )
 from jllama.training.optimizer import learning_rate_at
+from jllama.training.plan import Plan
 
 if TYPE_CHECKING:
-    from jllama.training.keeper import Keeper
     from jllama.training.sources import Source
-    from jllama.training.tracker import Tracker
 
 
 @dataclasses.dataclass
 class Run:
     """A training run: its parts, and where it stands."""
 
-    config: TrainConfig
-    data: Any  # with a tokenizer, a fingerprint and facts
     training: Training
     source: "Source"
-    tracker: "Tracker"  # what people and programs see of it
-    keeper: "Keeper"  # its checkpoints
+    tracker: Any  # a ``Tracker``: what people and programs see of it
+    keeper: Any  # a ``Keeper`` of its checkpoints
     sample: Callable[["Run"], None]  # shows and logs texts by the current model
-    copy_model: Callable[["Run"], Any]  # the current model, with arrays of its own
     state: TrainState
     step: int = 0
     # The step of the last evaluation (``METRICS``), sample (``SAMPLES``) and checkpoint
@@ -65,30 +58,30 @@ class Run:
     signals: Sequence[int] = ()  # received by this process
     stop_signal: int = 0  # known to all processes
 
+    @property
+    def plan(self) -> Plan:
+        """What is decided about the run."""
+        return self.training.plan
+
 
 def take_steps(run: Run) -> None:
     """Take the steps that are left, until a signal arrives or the validation loss stops falling."""
-    options = run.config.training
+    options = run.plan.options
 
     # What is overdue comes first.
     has_ended = pause(run)
     run.start_s = time.perf_counter()
     while run.step < options.steps and not (run.stop_signal or has_ended):
-        # 1) A batch, and a step.
-        batch = next_batch(run)
-        on_devices = put_on_devices(batch, run.training.batch_sharding)
-        run.state, metrics = program_for(run, on_devices)(run.state, on_devices)
-        run.step += 1
-        run.recent.append((metrics, batch))
+        take_step(run)
 
-        # 2) Whether to pause.
-        intervals = options.log_every, interval(run, METRICS), interval(run, CHECKPOINTS)
+        # Whether to pause.
+        intervals = options.log_every, *run.plan.intervals.values()
         pauses = run.step == options.steps or any(run.step % every == 0 for every in intervals)
         # Several processes wait for each other to learn of signals, so they ask less often.
         if jax.process_count() == 1 or run.step % options.log_every == 0:
             pauses = is_stopping(run) or pauses
 
-        # 3) Log, evaluate, save and sample.
+        # Log, evaluate, save and sample.
         if pauses and run.source.is_between:
             log(run)
             has_ended = pause(run)
@@ -101,7 +94,7 @@ def pause(run: Run) -> bool:
 
     Nothing is done after a skipped step, unless it is the last one.
     """
-    options = run.config.training
+    options = run.plan.options
     tracker = run.tracker
     if run.num_skipped and not (run.stop_signal or run.step == options.steps):
         return False
@@ -110,7 +103,8 @@ def pause(run: Run) -> bool:
     evaluation = None
     if is_due(run, METRICS) and not run.stop_signal:
         evaluation = evaluate_now(run)
-    is_over = is_out_of_patience(tracker.folder, options.patience, run.keeper.data_since)
+    data_since = run.keeper.meta.get("data_since", 0)
+    is_over = is_out_of_patience(run.plan.folder, options.patience, data_since)
     has_ended = distributed.max_over_processes(is_over) > 0
 
     # 2) Save.
@@ -124,7 +118,7 @@ def pause(run: Run) -> bool:
         with tracker.attempt("sampling", run.step):
             run.sample(run)
             run.done[SAMPLES] = run.step
-        tracker.report(REPORT_EVERY_S)
+        tracker.report()
     if evaluation and has_ended:
         tracker.say(
             f"step {run.step}: the validation loss has not fallen for {options.patience} "
@@ -135,23 +129,15 @@ def pause(run: Run) -> bool:
     return has_ended
 
 
-def interval(run: Run, name: str) -> int:
-    """Return the steps between two evaluations, samples or checkpoints (see ``Run.done``)."""
-    options = run.config.training
-    if name == CHECKPOINTS and options.save_every:
-        return options.save_every
-    return options.eval_every
-
-
 def is_due(run: Run, name: str) -> bool:
     """Return whether an evaluation, sample or checkpoint is due or overdue.
 
-    Each is due after every ``interval`` steps and after the last step. One that failed, or that a
-    stop prevented, stays due, also when the run is resumed.
+    Each is due after every ``Plan.intervals`` steps and after the last step. One that failed, or
+    that a stop prevented, stays due, also when the run is resumed.
     """
     last_due = run.step
-    if run.step != run.config.training.steps:
-        last_due -= run.step % interval(run, name)
+    if run.step != run.plan.options.steps:
+        last_due -= run.step % run.plan.intervals[name]
     return run.done.get(name, 0) < last_due
 
 
@@ -167,7 +153,16 @@ def is_stopping(run: Run) -> bool:
     return run.stop_signal > 0
 
 
-# A step's batch and program
+# A step: its batch and program
+
+
+def take_step(run: Run) -> None:
+    """Take a step with the next batch; the step runs on when this returns."""
+    batch = next_batch(run)
+    on_devices = put_on_devices(batch, run.training.batch_sharding)
+    run.state, metrics = program_for(run, on_devices)(run.state, on_devices)
+    run.step += 1
+    run.recent.append((metrics, batch))
 
 
 def next_batch(run: Run) -> Batch:
@@ -186,8 +181,8 @@ def next_batch(run: Run) -> Batch:
             raise
         which = ", which is saved" if run.step else ""
         raise JllamaError(
-            f"the batches ended after step {run.step:,} of {run.config.training.steps:,}{which}: "
-            "give as many as there are steps, or lower training.steps"
+            f"the batches ended after step {run.step:,} of {run.plan.options.steps:,}{which}: give "
+            "as many as there are steps, or lower training.steps"
         ) from None
 
 
@@ -199,7 +194,7 @@ def check_batch(run: Run, batch: Any) -> None:
         )
     run.training.step.check(batch)
     num_rows = len(batch.tokens)
-    expected = run.config.training.batch_size
+    expected = run.plan.options.batch_size
     if batch.reference is not None:  # of pairs
         expected *= 2
     if num_rows != expected:
@@ -228,26 +223,23 @@ def program_for(run: Run, batch: Batch) -> Any:
 
 def compile_fitting(run: Run, batch: Batch) -> Any:
     """Compile the step; where ``remat`` is ``auto``, with ``block`` if ``dots`` does not fit."""
-    options = run.config.training
+    is_fixed = run.plan.remat != "auto"
     program, fits = None, False
     try:
         program = run.training.step.lower(run.state, batch).compile()
-        available = device_memory_bytes(run.training.mesh.local_devices[0])
+        available = device_memory_bytes(run.plan.mesh.local_devices[0])
         fits = sum(program_bytes(program)) <= (available or math.inf)
     except jax.errors.JaxRuntimeError as error:
         # The compiler for TPUs refuses a program that does not fit.
-        if options.remat != "auto" or "RESOURCE_EXHAUSTED" not in str(error):
+        if is_fixed or "RESOURCE_EXHAUSTED" not in str(error):
             raise
-    if options.remat != "auto" or not distributed.max_over_processes(not fits):
+    if is_fixed or not distributed.max_over_processes(not fits):
         return program
     run.tracker.say(
         "note: what remat dots keeps does not fit the device, "
         "so each layer is computed again (block)"
     )
-    options = dataclasses.replace(options, remat="block")
-    run.config = dataclasses.replace(run.config, training=options)
-    xla_options = autotuning_options(run.config, run.tracker.folder)
-    run.training = compile_training(run.config, run.training.mesh, compiler_options=xla_options)
+    run.training = compile_plan(dataclasses.replace(run.plan, remat="block"))
     run.source.training = run.training
     return run.training.step.lower(run.state, batch).compile()
 
@@ -257,8 +249,7 @@ def compile_fitting(run: Run, batch: Batch) -> Any:
 
 def log(run: Run) -> None:
     """Wait for the recent steps; log and show their means, and each skipped step by itself."""
-    config = run.config
-    tracker = run.tracker
+    plan = run.plan
     recent = run.recent
 
     # Wait for the steps.
@@ -275,40 +266,29 @@ def log(run: Run) -> None:
     if not taken:
         return
 
-    # A line of figures for programs.
-    shares = run.training.trainable.shares
-    flops_per_token = training_flops_per_token(config.model, config.training.seq_len, shares)
+    # Their means, and what the source and the devices have to add.
+    flops_per_token = training_flops_per_token(
+        plan.model, plan.options.seq_len, plan.trainable.shares
+    )
     record = summarize(taken, elapsed_s * len(taken) / len(recent), flops_per_token)
-    total_steps = config.training.steps
-    record["learning_rate"] = float(learning_rate_at(run.step - 1, config.optimizer, total_steps))
-    peak = peak_bytes(run.training.mesh.local_devices)
+    rate = learning_rate_at(run.step - 1, plan.optimizer, plan.options.steps)
+    record["learning_rate"] = float(rate)
+    peak = peak_bytes(plan.mesh.local_devices)
     figures, warnings = run.source.figures([batch for _, batch in recent], elapsed_s)
     record |= figures
     for warning in warnings:
-        tracker.say(warning, "yellow")
+        run.tracker.say(warning, "yellow")
     record |= {
         "planned_bytes": run.planned_bytes,
         "peak_bytes": peak,
-        "elapsed_s": tracker.seconds(),
+        "elapsed_s": run.tracker.seconds(),
     }
-    tracker.write(run.step, **record)
-
-    # A line for people.
-    tracker.note = note_of(record)
-    if not tracker.console.is_terminal:
-        line = f"step {run.step}: {tracker.note}  learning rate {record['learning_rate']:.1e}"
-        if record["mfu"]:
-            line += f"  MFU {record['mfu']:.1%}"
-        if peak:
-            line += f"  {peak / 2**30:.2f} GiB, planned {run.planned_bytes / 2**30:.2f}"
-        tracker.say(line)
-    tracker.show(run.step)
-    notify(run, "log", record)
+    run.tracker.notify(run, "log", record)
 
 
 def log_skipped(run: Run, step: int, metrics: StepMetrics, batch: Batch) -> None:
     """Log a skipped step and its batch; end the run if there were too many in a row."""
-    options = run.config.training
+    options = run.plan.options
     tracker = run.tracker
     loss, norm = (
         value if math.isfinite(value) else None
@@ -335,22 +315,18 @@ def log_skipped(run: Run, step: int, metrics: StepMetrics, batch: Batch) -> None
 def evaluate_now(run: Run) -> Evaluation | None:
     """Evaluate on ``eval_tokens`` tokens; return None if that failed or was stopped."""
     tracker = run.tracker
-    max_tokens = run.config.training.eval_tokens
-    result = None
+    max_tokens = run.plan.options.eval_tokens
+    evaluation = None
     with tracker.attempt("evaluating", run.step):
-        result = run.source.evaluate(run.state, max_tokens, functools.partial(is_stopping, run))
-    if result is None:
+        evaluation = run.source.evaluate(run.state, max_tokens, functools.partial(is_stopping, run))
+    if evaluation is None:
         return None
-    evaluation, samples = result
-    for line in samples:
+    for line in run.source.samples:
         tracker.write(run.step, SAMPLES, **line)
     if not math.isfinite(evaluation.validation_loss):
         raise_failure(run, f"the validation loss is not a finite number at step {run.step}")
-    record = dataclasses.asdict(evaluation)
-    tracker.write(run.step, **record)
     run.done[METRICS] = run.step
-    tracker.say(f"step {run.step}: {evaluation}", "bold")
-    notify(run, "evaluation", record)
+    tracker.notify(run, "evaluation", dataclasses.asdict(evaluation))
     return evaluation
 
 
@@ -358,19 +334,8 @@ def save(run: Run, evaluation: Evaluation | None) -> None:
     """Begin to save a checkpoint."""
     run.tracker.show(run.step, "saving")
     run.done[CHECKPOINTS] = run.step
-    meta = {
-        "batches": run.source.get_state(),
-        "corpus": run.data.fingerprint,
-        "seconds": run.tracker.seconds(),
-    }
-    loss = evaluation.validation_loss if evaluation else None
-    run.keeper.save(run.training, run.step, run.state, meta, loss)
-    notify(run, "save", {})
-
-
-def notify(run: Run, name: str, figures: Mapping[str, Any]) -> None:
-    """Call the callbacks with an event."""
-    run.tracker.notify(Event(name, run.step, figures, lambda: run.copy_model(run)))
+    run.keeper.save(run, evaluation.validation_loss if evaluation else None)
+    run.tracker.notify(run, "save", {})
 
 
 def raise_failure(

@@ -70,7 +70,7 @@ def figures_text(means: dict[str, float] | None) -> str:
     return "".join(f", {name.replace('_', ' ')} {value:.3f}" for name, value in figures)
 
 
-def note_of(record: dict[str, Any]) -> str:
+def note_of(record: Mapping[str, Any]) -> str:
     """Return the line for people of a record of steps."""
     figures = figures_text(record.get("figures"))
     if "reward" not in record:

@@ -14,7 +14,7 @@ from jllama.parallel.distributed import process_index
 from jllama.system.cache import source_hash
 from jllama.system.files import Json, atomic_write_text
 from jllama.system.machine import describe_devices, describe_driver
-from jllama.training.config import TrainConfig
+from jllama.training.plan import Plan
 from jllama.training.run_folder import config_fields
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
@@ -34,17 +34,16 @@ def describe_session(mesh: jax.sharding.Mesh) -> Json:
     }
 
 
-def begin_receipt(
-    folder: Path, config: TrainConfig, data: str, mesh: jax.sharding.Mesh, step: int
-) -> Json:
-    """Return the receipt of a run that begins, or goes on after ``step``, and write it."""
-    before = read_receipt(folder)
-    receipt: Json = {"config": config_fields(config), "data": data}
+def begin_receipt(plan: Plan) -> Json:
+    """Return the receipt of a run that begins, or goes on after ``plan.step``, and write it."""
+    step = plan.step
+    before = read_receipt(plan.folder)
+    receipt: Json = {"config": config_fields(plan.config), "data": plan.data.fingerprint}
     for name in ("sessions", "weights"):  # both by the step after which they were
         entries = before[name].items() if step else ()
         receipt[name] = {at: value for at, value in entries if int(at) <= step}
-    receipt["sessions"][str(step)] = describe_session(mesh)
-    write_receipt(folder, receipt)
+    receipt["sessions"][str(step)] = describe_session(plan.mesh)
+    write_receipt(plan.folder, receipt)
     return receipt
 
 

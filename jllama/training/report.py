@@ -150,9 +150,8 @@ def write_report(folders: Sequence[Path], target: Path) -> None:
     }
     if not is_comparison:
         (folder,) = folders
-        words = ["sample", "--checkpoint", folder, "--prompt", config["training"]["sample_prompt"]]
-        if "training chats" in facts[0]:
-            words = ["chat", folder]
+        is_chat = "training chats" in facts[0]
+        words = words_to_use(folder, is_chat, config["training"]["sample_prompt"])
         commands = {
             words[0]: shell_command(*words),
             "continue": shell_command("train", "--resume", folder),
@@ -163,6 +162,11 @@ def write_report(folders: Sequence[Path], target: Path) -> None:
         text = (folder / CONFIG).read_text(encoding="utf-8")
         parts["Configuration"] = f"<pre>{html.escape(text)}</pre>"
     write_page(target, title, parts)
+
+
+def words_to_use(folder: Path, is_chat: bool, prompt: str) -> list[object]:
+    """Return the words of the command that tries a trained model."""
+    return ["chat", folder] if is_chat else ["sample", "--checkpoint", folder, "--prompt", prompt]
 
 
 def write_page(target: Path, title: str, parts: Mapping[str, str]) -> None:

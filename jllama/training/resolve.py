@@ -1,33 +1,129 @@
-"""What a run needs: its complete configuration, its data, and the checkpoint to begin from."""
+"""``resolve``: all that a run needs is decided, before anything is written."""
 
 import dataclasses
 import math
 from pathlib import Path
 from typing import Any
 
+from flax.traverse_util import flatten_dict
+from rich.console import Console
+
 from jllama.core import UsageError, check_fields
 from jllama.data.batches import num_epoch_rows
 from jllama.data.chats import data_task, prepare_chats
 from jllama.data.config import DataConfig
-from jllama.data.datasets import BatchSource, TrainingData
+from jllama.data.datasets import BatchSource, Dataset, TrainingData
 from jllama.data.prompts import PromptDataset, prepare_prompts
 from jllama.data.tokens import prepare_data
 from jllama.formats.registry import open_checkpoint
 from jllama.formats.run import read_config
+from jllama.formats.run_checkpoints import RunCheckpoints
 from jllama.formats.tensors import Checkpoint
 from jllama.generation.text import prompt_ids
+from jllama.models.build import check_attention
+from jllama.models.language_model import LanguageModel
 from jllama.models.presets import preset
-from jllama.system.errors import no_tokenizer
+from jllama.parallel import distributed
+from jllama.system.errors import no_tokenizer, shell_command
+from jllama.system.files import CHECKPOINTS, CONFIG, METRICS, read_lines
 from jllama.templates.messages import chat_format, find_template, with_date
 from jllama.tokenizers.base import Tokenizer
 from jllama.tokenizers.loading import load_tokenizer
+from jllama.training import run_folder
 from jllama.training.config import TrainConfig
+from jllama.training.loggers import check_logger
+from jllama.training.metrics import Evaluation, is_out_of_patience
+from jllama.training.optimizer import make_optimizer
+from jllama.training.plan import Plan, autotuning_options, decide
 
 
 def resolve(
+    config: TrainConfig, own_data: BatchSource | None, console: Console
+) -> Plan | Evaluation:
+    """Return the plan of a run; or the final evaluation of its folder's, if that is finished.
+
+    Prints what has changed since the run that goes on, or how to continue one that is finished.
+
+    Args:
+        config: the configuration, in which sizes, steps and the architecture may be left open.
+        own_data: batches that replace ``config.data``.
+        console: to print on.
+
+    Raises:
+        UsageError: the options do not fit each other, the folder, the data, the checkpoint or the
+            devices.
+        JllamaError: the data or the checkpoint cannot be read, or an option must not change.
+    """
+    # Problems that show before any data or weights are read.
+    folder = Path(config.run_dir)
+    distributed.check_same(flatten_dict(run_folder.config_fields(config), sep="."))
+    if config.resume not in ("never", "auto") and not (folder / CONFIG).is_file():
+        raise UsageError(
+            f"resume is {config.resume}, which is not a run's folder: give one, or never, or auto"
+        )
+    make_optimizer(config.optimizer, config.training.steps)
+    check_attention(config.training.attention, backward=True)
+    check_logger(config.logger)
+
+    # Whether the run begins, goes on, or takes the place of another one.
+    steps = []
+    if (folder / CHECKPOINTS).exists():
+        steps = RunCheckpoints(folder / CHECKPOINTS, read_only=True).steps()
+    replaces = bool(steps) and config.resume == "never"
+    if replaces:
+        run_folder.confirm_overwrite(config)
+    resumes = bool(steps) and not replaces
+    step = steps[-1] if resumes else 0
+
+    # The complete configuration, and whether anything is left to do.
+    existing = folder if resumes else None
+    config, data, origin, language_model = complete(config, existing, own_data)
+    if step:
+        for change in run_folder.changes_on_resume(folder, config, step):
+            console.print(change, style="yellow")
+        final = final_evaluation(config, step, console)
+        if final is not None:
+            return final
+    return decide(
+        config,
+        None,
+        autotuning_options(config),
+        data=data,
+        origin=origin,
+        language_model=language_model,
+        step=step,
+        resumes=resumes,
+        replaces=replaces,
+    )
+
+
+def final_evaluation(config: TrainConfig, step: int, console: Console) -> Evaluation | None:
+    """Return the final evaluation if nothing is left to do, and print how to continue."""
+    folder = Path(config.run_dir)
+    num_steps = config.training.steps
+    lines = read_lines(folder / METRICS, "final")
+    has_all_steps = step >= num_steps
+    if not lines or not (has_all_steps or is_out_of_patience(folder, config.training.patience)):
+        return None
+    options = ["--training.patience", 0]
+    if has_all_steps:
+        options = ["--training.steps", 2 * step, "--resume_with_changes", "true"]
+    go_on = shell_command("train", "--resume", folder, *options)
+    console.print(f"{folder} is finished (step {step:,} of {num_steps:,}). To go on: {go_on}")
+    # Runs of 0.1 name the figures after the preference objective.
+    figures = lines[-1]["final"].items()
+    return Evaluation(**{name.replace("preference", "figures"): value for name, value in figures})
+
+
+# What a configuration leaves open
+
+
+def complete(
     config: TrainConfig, folder: Path | None, source: BatchSource | None = None
-) -> tuple[TrainConfig, TrainingData | PromptDataset, Checkpoint | None]:
-    """Return the complete configuration, its data, and the checkpoint to begin from, if any.
+) -> tuple[TrainConfig, TrainingData | PromptDataset, Checkpoint | None, LanguageModel]:
+    """Return the complete configuration, its data, the checkpoint to begin from, and the model.
+
+    The checkpoint is None if there is none; the model has no weights.
 
     Args:
         config: the configuration, in which sizes, steps and the architecture may be left open.
@@ -63,7 +159,8 @@ def resolve(
         tokenizer = load_tokenizer(folder)
     config = _with_model(config, origin)
 
-    # The data, and how many rows an epoch of it has.
+    # Data that bring or make the tokenizer, the sizes, and the model without weights.
+    data = source
     if source:
         if config.data != DataConfig():
             raise UsageError(f"data is {config.data}; it must be left out with your own batches")
@@ -72,39 +169,42 @@ def resolve(
                 f"training.epochs is {config.training.epochs}; "
                 "it must be 0 with your own batches: give training.steps"
             )
-        data = source
-        num_rows = 0
-        config = _with_sizes(config, source.tokenizer, origin)
     elif task == "text":
         data = prepare_data(config.data, tokenizer)
-        config = _with_sizes(config, data.tokenizer, origin)
-        num_rows = len(data.train) / config.training.seq_len
+    if data:
+        tokenizer = data.tokenizer
+    assert tokenizer is not None
+    config = _with_sizes(config, tokenizer, origin)
+    template, stop_ids = None, ()
+    if origin:
+        template, stop_ids = chat_format(tokenizer, origin.chat_template, origin.stop_ids)
+    model = LanguageModel(config.model, {}, tokenizer, template, stop_ids)
+
+    # Data that need these, and how many rows an epoch has.
+    num_rows = 0
+    seq_len = config.training.seq_len
+    if isinstance(data, Dataset):
+        num_rows = len(data.train) / seq_len
+    elif data:
+        pass  # steps are given
     elif task == "prompt":
-        assert origin is not None
-        assert tokenizer is not None
-        config = _with_sizes(config, tokenizer, origin)
-        template, _ = chat_format(tokenizer, origin.chat_template, origin.stop_ids)
-        max_prompt_tokens = config.training.seq_len + 1 - config.training.grpo.max_answer_tokens
+        grpo = config.training.grpo
+        max_prompt_tokens = seq_len + 1 - grpo.max_answer_tokens
         check_fields(
-            config.training.grpo,
+            grpo,
             "training.grpo.",
             "max_answer_tokens",
             lambda _: max_prompt_tokens >= 1,
-            f"at most training.seq_len, {config.training.seq_len}, which prompt and answer share",
+            f"at most training.seq_len, {seq_len}, which prompt and answer share",
         )
         data = prepare_prompts(config.data, tokenizer, template, max_prompt_tokens)
-        num_rows = len(data.train) * config.training.grpo.group_size
+        num_rows = len(data.train) * grpo.group_size
     else:
-        assert origin is not None
-        assert tokenizer is not None
-        config = _with_sizes(config, tokenizer, origin)
-        template, stop_ids = chat_format(tokenizer, origin.chat_template, origin.stop_ids)
-        seq_len = config.training.seq_len
         data = prepare_chats(config.data, tokenizer, template, stop_ids, seq_len)
         num_rows = num_epoch_rows(
             data.train, seq_len=seq_len, seed=config.seed, packing=config.data.packing
         )
-    return _with_steps(config, num_rows, folder), data, origin
+    return _with_steps(config, num_rows, folder), data, origin, model
 
 
 def _open_origin(config: TrainConfig, existing: Path | None) -> Checkpoint:

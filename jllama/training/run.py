@@ -10,12 +10,13 @@ from jllama.parallel import distributed
 from jllama.system.errors import shell_command
 from jllama.system.progress import progress
 from jllama.system.stop import Stopped, stop_signals
+from jllama.training.checkpointing import restore_state
 from jllama.training.config import TrainConfig
 from jllama.training.events import Callback
 from jllama.training.loop import Run, is_stopping, take_steps
 from jllama.training.metrics import Evaluation
 from jllama.training.opening import open_run
-from jllama.training.report import REPORT
+from jllama.training.report import REPORT, words_to_use
 
 
 def train(
@@ -49,8 +50,9 @@ def train(
         run = open_run(config, data, callbacks)
         if isinstance(run, Evaluation):  # the run is finished
             return run
+        plan = run.plan
         tracker = run.tracker
-        num_steps = run.config.training.steps
+        num_steps = plan.options.steps
         final = None
         try:
             with (
@@ -68,9 +70,9 @@ def train(
                 f"stopped at step {run.step:,} of {num_steps:,}; saved. Go on: {how_to_go_on(run)}",
                 run.stop_signal,
             )
-        words = how_to_use(run)
+        words = words_to_use(plan.folder, plan.data.is_chat, plan.options.sample_prompt)
         tracker.say(
-            f"{tracker.seconds():.0f} s in all. Read {tracker.folder / REPORT}, "
+            f"{tracker.seconds():.0f} s in all. Read {plan.folder / REPORT}, "
             f"or {words[0]}: {shell_command(*words)}"
         )
         return final
@@ -78,35 +80,26 @@ def train(
 
 def how_to_go_on(run: Run) -> str:
     """Return the command that goes on with a run; rewards in Python are named again."""
-    reward = run.config.reward
+    reward = run.plan.config.reward
     words = ["--reward", reward] if reward else []
-    return shell_command("train", "--resume", run.tracker.folder, *words)
-
-
-def how_to_use(run: Run) -> list[object]:
-    """Return the words of the command that tries the trained model."""
-    if run.data.is_chat:
-        return ["chat", run.tracker.folder]
-    prompt = run.config.training.sample_prompt
-    return ["sample", "--checkpoint", run.tracker.folder, "--prompt", prompt]
+    return shell_command("train", "--resume", run.plan.folder, *words)
 
 
 def evaluate_best(run: Run) -> Evaluation | None:
     """Evaluate the best checkpoint on all validation data; return None if a stop came first."""
     tracker = run.tracker
     tracker.show(run.step, "saving")
-    run.keeper.checkpoints.wait()
+    checkpoints = run.keeper.checkpoints
+    checkpoints.wait()
     tracker.show(run.step, "evaluating")
-    best_step = run.keeper.checkpoints.best_step()
+    best_step = checkpoints.best_step()
     state = run.state
     if not (run.stop_signal or best_step in (None, run.step)):
-        state = run.keeper.restore(run.training, best_step, state.base)
-    result = run.source.evaluate(state, 0, functools.partial(is_stopping, run))
-    final = None
-    if result is not None:
-        final, _ = result
+        state, _ = restore_state(checkpoints, run.training, best_step, state.base)
+    final = run.source.evaluate(state, 0, functools.partial(is_stopping, run))
+    if final is not None:
         tracker.write(run.step, best_step=best_step, final=dataclasses.asdict(final))
-        gzip_bits = run.data.facts().get(GZIP)
+        gzip_bits = run.plan.data.facts().get(GZIP)
         gzip = f"; gzip -9 needs {gzip_bits}" if gzip_bits else ""
         tracker.say(
             f"Best checkpoint (step {best_step}) on all validation data: {final}{gzip}.",

@@ -7,25 +7,27 @@ import jax
 import jax.numpy as jnp
 
 from jllama.data.datasets import ChatDataset
-from jllama.formats.tensors import Checkpoint
+from jllama.data.prompts import PromptDataset
 from jllama.generation.generate import generate
 from jllama.generation.sampling_params import SamplingParams
 from jllama.models.language_model import LanguageModel
 from jllama.system.files import SAMPLES
-from jllama.templates.messages import chat_format, message_ids
+from jllama.templates.messages import message_ids
 from jllama.training.loop import Run
 
 
-def sample(origin: Checkpoint | None, run: Run) -> None:
+def sample(run: Run) -> None:
     """Let the model continue the sample prompt or answer the questions; show and log the texts.
 
     In a run on chats they go through the template; if there are none, the first question of the
-    validation data is asked.
+    validation data is asked. A run on prompts shows answers to held-out ones when it evaluates.
     """
-    options = run.config.training
-    if not options.sample_tokens:
+    plan = run.plan
+    options = plan.options
+    data = plan.data
+    if not options.sample_tokens or isinstance(data, PromptDataset):
         return
-    model = current_model(origin, run)
+    model = current_model(run)
     texts: list[str] = options.questions or [options.sample_prompt]
     separator = ""
     if options.questions:
@@ -33,15 +35,15 @@ def sample(origin: Checkpoint | None, run: Run) -> None:
         sampling = SamplingParams(temperature=0.0)
     else:
         key = jax.random.fold_in(run.state.key, run.state.step)
-        key = jax.random.fold_in(key, run.config.sampling.seed)
-        sampling = dataclasses.replace(run.config.sampling, seed=int(jax.random.bits(key)))
+        key = jax.random.fold_in(key, plan.sampling.seed)
+        sampling = dataclasses.replace(plan.sampling, seed=int(jax.random.bits(key)))
 
     # Chats are prompted with ids.
     prompts: list[Any] = texts
     max_new_tokens = options.sample_tokens
-    if isinstance(run.data, ChatDataset):
+    if isinstance(data, ChatDataset):
         if not any(texts):
-            prompts = [run.data.first_question()]
+            prompts = [data.first_question()]
             texts = [model.text_tokenizer.decode(prompts[0])]
         elif model.chat_template:
             prompts = [
@@ -62,22 +64,13 @@ def sample(origin: Checkpoint | None, run: Run) -> None:
         run.tracker.say(f"{text}{separator}{completion.text}\n", "dim")
 
 
-def no_samples(run: Run) -> None:
-    """Show no texts."""
-
-
-def current_model(origin: Checkpoint | None, run: Run) -> LanguageModel:
+def current_model(run: Run) -> LanguageModel:
     """Return the current model, with its tokenizer and chat template."""
-    tokenizer = run.data.tokenizer
-    template = None
-    stop_ids = ()
-    if origin:
-        template, stop_ids = chat_format(tokenizer, origin.chat_template, origin.stop_ids)
     weights = run.training.model_weights(run.state)
-    return LanguageModel(run.config.model, weights, tokenizer, template, stop_ids)
+    return dataclasses.replace(run.plan.language_model, params=weights)
 
 
-def copy_current_model(origin: Checkpoint | None, run: Run) -> LanguageModel:
+def copy_current_model(run: Run) -> LanguageModel:
     """Return the current model with arrays of its own, as the next step donates the state's."""
-    model = current_model(origin, run)
+    model = current_model(run)
     return dataclasses.replace(model, params=jax.tree.map(jnp.copy, model.params))

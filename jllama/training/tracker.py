@@ -4,8 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,19 +13,21 @@ from rich.console import Console
 from jllama.parallel import distributed
 from jllama.system import files
 from jllama.system.files import METRICS
-from jllama.training.config import TrainConfig
 from jllama.training.events import REPORT_EVERY_S, Callback, Event
 from jllama.training.loggers import LOGGERS, finite_numbers, retrying_writer
+from jllama.training.loop import Run
+from jllama.training.metrics import Evaluation, note_of
+from jllama.training.plan import Plan
 from jllama.training.report import REPORT, write_report
 from jllama.training.run_folder import config_fields
+from jllama.training.samples import copy_current_model
 
 
 @dataclasses.dataclass
 class Tracker:
     """A run's log files, loggers, callbacks and screen; an error in them is only a warning."""
 
-    config: TrainConfig
-    folder: Path
+    plan: Plan
     console: Console
     callbacks: Sequence[Callback] = ()
     start_s: float = dataclasses.field(default_factory=time.perf_counter)
@@ -35,8 +36,9 @@ class Tracker:
     move: Callable[..., None] = lambda **_: None  # the progress bar
 
     def __post_init__(self) -> None:
-        logger = LOGGERS.get(self.config.logger, lambda *_: lambda *_: None)
-        open_logger = functools.partial(logger, self.folder, config_fields(self.config))
+        config = self.plan.config
+        logger = LOGGERS.get(config.logger, lambda *_: lambda *_: None)
+        open_logger = functools.partial(logger, self.plan.folder, config_fields(config))
         self._append = retrying_writer(lambda _: files.append_line, self.warn)
         self._log = retrying_writer(open_logger, self.warn)
 
@@ -56,24 +58,48 @@ class Tracker:
         """Append a line to a file of the run, and metrics to its logger, in process 0 alone."""
         if distributed.process_index() == 0:
             line = {"step": step, **record}
-            self._append(self.folder / name, line)
+            self._append(self.plan.folder / name, line)
             if name == METRICS:
                 self._log(step, finite_numbers(line))
 
-    def notify(self, event: Event) -> None:
-        """Call each callback."""
-        for callback in self.callbacks:
+    def notify(self, run: Run, name: str, figures: Mapping[str, Any]) -> None:
+        """Call what observes the run with an event: metrics, the screen, and each callback."""
+        event = Event(name, run.step, figures, functools.partial(copy_current_model, run))
+        for observer in (self.record, self.narrate, *self.callbacks):
             try:
-                callback(event)
+                observer(event)
             except Exception as error:
-                self.warn(error, f"the callback {getattr(callback, '__name__', callback)} failed: ")
+                self.warn(error, f"the callback {getattr(observer, '__name__', observer)} failed: ")
 
-    def report(self, every_s: float) -> None:
+    def record(self, event: Event) -> None:
+        """Write the figures of an event to the metrics."""
+        if event.figures:
+            self.write(event.step, **event.figures)
+
+    def narrate(self, event: Event) -> None:
+        """Print a line of an event for people."""
+        if event.name == "evaluation":
+            self.say(f"step {event.step}: {Evaluation(**event.figures)}", "bold")
+        if event.name != "log":
+            return
+        figures = event.figures
+        self.note = note_of(figures)
+        if not self.console.is_terminal:
+            line = f"step {event.step}: {self.note}  learning rate {figures['learning_rate']:.1e}"
+            if figures["mfu"]:
+                line += f"  MFU {figures['mfu']:.1%}"
+            if figures["peak_bytes"]:
+                peak, planned = (figures[f"{name}_bytes"] / 2**30 for name in ("peak", "planned"))
+                line += f"  {peak:.2f} GiB, planned {planned:.2f}"
+            self.say(line)
+        self.show(event.step)
+
+    def report(self, every_s: float = REPORT_EVERY_S) -> None:
         """Write the run's page, unless that was done less than ``every_s`` seconds ago."""
         if distributed.process_index() or self.seconds() - self.reported_s < every_s:
             return
         try:
-            write_report([self.folder], self.folder / REPORT)
+            write_report([self.plan.folder], self.plan.folder / REPORT)
         except Exception as error:
             self.warn(error)
         self.reported_s = self.seconds()

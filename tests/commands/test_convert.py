@@ -28,7 +28,7 @@ from jllama.models.language_model import LanguageModel
 from jllama.models.rope_scaling import Llama3Scaling
 from jllama.tokenizers.base import BytesTokenizer
 from jllama.tokenizers.sentencepiece import train_sentencepiece
-from jllama.training.resolve import resolve
+from jllama.training.resolve import complete
 
 CONFIG = FILE
 
@@ -250,7 +250,7 @@ def test_training_is_told_the_factor(place, workshop, scaled, capsys):
     argv = training(workshop, place / "meta", place / "run")
     assert cli.run("train", argv) == 1
     assert "rope_factor" in capsys.readouterr().err
-    config, *_ = resolve(read_options([*argv, "--rope_factor=32"], "jllama"), None)
+    config, *_ = complete(read_options([*argv, "--rope_factor=32"], "jllama"), None)
     assert config.model == scaled
 
 

@@ -40,7 +40,7 @@ from jllama.training import run_folder, samples, sources
 from jllama.training.config import LoopConfig, TrainConfig
 from jllama.training.metrics import Evaluation
 from jllama.training.optimizer import learning_rate_at
-from jllama.training.resolve import resolve
+from jllama.training.resolve import complete
 from jllama.training.run import train
 
 STEPS, EPOCH = 20, 6
@@ -347,9 +347,9 @@ def test_a_preset_is_the_architecture(workshop, tmp_path, capsys):
     1,024 tokens are the default.
     """
     data = DataConfig(workshop.data["path"], tokenizer="bytes", cache_dir=str(tmp_path))
-    config, *_ = resolve(TrainConfig(LlamaConfig(), preset="llama3.2-1b", data=data), None)
+    config, *_ = complete(TrainConfig(LlamaConfig(), preset="llama3.2-1b", data=data), None)
     assert (config.model, config.training.seq_len) == (preset("llama3.2-1b"), 1024)
-    again, *_ = resolve(config, None)
+    again, *_ = complete(config, None)
     assert again == config
     arguments = [f"--run_dir={tmp_path / 'run'}", f"--data.path={data.path}"]
     for changes, problem in [
@@ -434,7 +434,7 @@ def test_a_constant_rate_keeps_its_warm_up_with_more_steps(workshop, tmp_path):
     folder = None
     for steps in (6, 12):
         options = workshop.options(tmp_path, *constant, "--training.steps", steps)
-        config, *_ = resolve(parse(TrainConfig, options, "train.py"), folder)
+        config, *_ = complete(parse(TrainConfig, options, "train.py"), folder)
         assert config.optimizer.warmup_steps == 3
         folder = tmp_path
         run_folder.write_config(folder, config, 0)
@@ -545,7 +545,7 @@ def test_what_may_fail_and_what_may_not(workshop, tmp_path, capsys, monkeypatch,
     def fail(*arguments, **named):
         raise RuntimeError("no words")
 
-    monkeypatch.setattr(sources, "evaluate", evaluate)
+    monkeypatch.setattr(sources.DataSource, "evaluate", evaluate)
     monkeypatch.setattr(samples, "generate", fail)
     run = tmp_path / "run"
     assert workshop.run(run, "--training.eval_every", 2) == 1

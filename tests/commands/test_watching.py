@@ -225,7 +225,8 @@ def test_patience_ends_a_run_also_after_a_restart(
 ):
     """Nothing is learned: the first evaluation stays the best."""
     run = tmp_path / "run"
-    monkeypatch.setattr(sources, "evaluate", lambda *_: Evaluation(5.0, 150.0, 7.0))
+    result = Evaluation(5.0, 150.0, 7.0)
+    monkeypatch.setattr(sources.DataSource, "evaluate", lambda *_: result)
     patient = ("--training.patience", 3)
     assert train(workshop, run, *patient, steps=6, every=1) == 0
     lines = read_run.lines(run)

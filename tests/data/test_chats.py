@@ -31,7 +31,7 @@ from jllama.data.corpus import corpus_files
 from jllama.formats.registry import open_checkpoint
 from jllama.templates.messages import chat_format, end_of_turn_ids
 from jllama.training.config import LoopConfig, TrainConfig
-from jllama.training.resolve import resolve
+from jllama.training.resolve import complete
 
 try:
     from compression import zstd
@@ -923,13 +923,13 @@ def test_another_template_than_the_checkpoints(checkpoint, tmp_path):
         "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
     )
     options = options_with(checkpoint, tmp_path, template)
-    _, prepared, origin = resolve(options, None)
+    _, prepared, origin, _ = complete(options, None)
     (actual,) = {TOKENIZER.decode(ids).split(" ")[0] for ids, _ in conversations_of(prepared.train)}
     assert (actual, origin.chat_template) == ("user:", template.read_text())
     template.unlink()
     message = "mine.jinja' cannot be read: give a file or one of chatml"
     with pytest.raises(JllamaError, match=message):
-        resolve(options, None)
+        complete(options, None)
 
 
 def options_with(checkpoint, folder, template):
@@ -957,7 +957,7 @@ def test_the_date_is_kept_with_the_run(checkpoint, tmp_path, made):
     assert jllama.load(run).chat_template == open_checkpoint(run).chat_template == dated
     template.write_text(dated.partition("#}")[2])
     for existing, day in ((run, "03 Feb 2020"), (None, f"{datetime.date.today():%d %b %Y}")):
-        _, prepared, origin = resolve(options, existing)
+        _, prepared, origin, _ = complete(options, existing)
         (actual,) = {TOKENIZER.decode(ids)[:11] for ids, _ in conversations_of(prepared.train)}
         assert actual == day
         assert "{# date: " in origin.chat_template

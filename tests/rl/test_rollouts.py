@@ -26,6 +26,7 @@ from jllama.models.config import LoraConfig
 from jllama.rl import Scorer, rollouts
 from jllama.rl.rollouts import Rollouts, Sample
 from jllama.training.compiling import Training
+from jllama.training.plan import decide
 
 
 @pytest.fixture(scope="module")
@@ -216,9 +217,9 @@ def test_overlong_answers_and_those_without_a_reward_are_left_out(monkeypatch):
     samples = [Sample(prompts[0], [7, 8], [-1.0, -2.0], "", number == 1) for number in range(4)]
     rewards = iter([[1.0, 2.0], [None, None]])
     source = object.__new__(Rollouts)
-    source.config, source.reference = config, None
+    source.plan, source.reference = decide(config), None
     source.data = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=60))
-    source.prompts, source.records, source.problems, source._num_used = iter([prompts]), [], {}, 0
+    source.stream, source.records, source.problems, source._num_used = iter([prompts]), [], {}, 0
     source.sampler = SimpleNamespace(load=lambda *_: None, answer=lambda *_: samples)
     source.scorer = Scorer({"mine": 1.0}, functions={"mine": lambda *_: next(rewards)})
     no_log_probs = np.zeros((4, rollouts.MIN_WIDTH))

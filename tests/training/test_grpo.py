@@ -23,7 +23,7 @@ from jllama import functional as F
 from jllama.core.step import Batch, Sampled, Targets
 from jllama.functional import drawn_log_probs, sample
 from jllama.rl.rollouts import Sample, assemble, group_advantages, mismatch
-from jllama.training import compiling, objectives
+from jllama.training import objectives, plan
 
 LOSS, SLOPE = 1e-5, 1e-4
 PAPER = GrpoConfig(group_size=4, kl=0.1, normalization="answers")
@@ -104,7 +104,7 @@ def test_ten_steps_have_torchs_losses(monkeypatch):
     Both compute in float64: a mean of ratios near 1 is no better than the log-probabilities, which
     float32 has to 1e-6.
     """
-    monkeypatch.setattr(compiling, "compute_dtype", lambda *_: np.dtype("float64"))
+    monkeypatch.setattr(plan, "compute_dtype", lambda *_: np.dtype("float64"))
     options = GrpoConfig(group_size=4, clip_high=0.28, importance_cap=1.2, kl=0.1)
     batches = [sampled_answers(40 + number % 5) for number in range(10)]
     optimizer = dataclasses.replace(tuning.OPTIMIZER, learning_rate=3e-4)
@@ -255,7 +255,7 @@ def test_a_batch_has_each_answers_tokens_where_they_are():
     options = GrpoConfig(group_size=2, max_answer_tokens=4)
     training = LoopConfig(batch_size=4, seq_len=40, grpo=options)
     config = TrainConfig(tuning.CONFIG, init_from="x", reward="exact", training=training)
-    batch = assemble(samples, np.float32([1, -1]), config, 60)
+    batch = assemble(samples, np.float32([1, -1]), plan.decide(config), 60)
     assert batch.tokens.shape == (2, 33)
     assert batch.tokens[1, :8].tolist() == [5, 6, 7, 8, 9, 10, 11, 0]
     assert np.flatnonzero(batch.counted[0]).tolist() == [3, 4]

@@ -24,12 +24,12 @@ from jllama.generation.conversation import chat_ids
 from jllama.models.language_model import LanguageModel
 from jllama.parallel.sharding import MeshConfig, make_mesh
 from jllama.templates.messages import TEMPLATES
-from jllama.tokenizers.base import BytesTokenizer
 from jllama.training import loop, samples
 from jllama.training.compiling import compile_training
 from jllama.training.config import LoopConfig, OptimizerConfig, TrainConfig
 from jllama.training.loop import Run
 from jllama.training.opening import check_memory
+from jllama.training.plan import decide
 from jllama.training.sources import Source
 from jllama.training.tracker import Tracker
 
@@ -70,16 +70,13 @@ def test_the_speed_logged_is_that_of_steps_that_are_done(monkeypatch):
     monkeypatch.setattr(loop.time, "perf_counter", lambda: now_s[0])
     config = TrainConfig(SMALL, training=LoopConfig(batch_size=2, seq_len=8, steps=10))
     mesh = types.SimpleNamespace(local_devices=[])
-    training = types.SimpleNamespace(mesh=mesh, trainable=types.SimpleNamespace(shares=None))
-    data = BatchSource(BytesTokenizer(), lambda: iter([]), list)
+    plan = dataclasses.replace(decide(config), mesh=mesh)
     run = a_run(
         step=2,
-        config=config,
-        training=training,
+        training=types.SimpleNamespace(plan=plan),
         planned_bytes=0,
         num_skipped=0,
-        data=data,
-        source=Source(),
+        source=Source(plan),
         tracker=Recorder(written),
     )
     loss, norm, tokens = map(np.float32, (2.5, 1, 16))
@@ -104,15 +101,15 @@ def test_questions_of_a_run_on_chats_are_asked_through_its_template(monkeypatch)
 
     monkeypatch.setattr(samples, "generate", generate)
     options = LoopConfig(batch_size=2, seq_len=8, steps=10, sample_tokens=5, questions=questions)
-    monkeypatch.setattr(samples, "current_model", lambda origin, run: model)
+    monkeypatch.setattr(samples, "current_model", lambda run: model)
     nothing = np.zeros(0, int)
     no_conversations = ChatTokens(nothing, nothing > 0, nothing, nothing, nothing)
     chats = ChatDataset(tokenizer, no_conversations, no_conversations, "", {})
     text = BatchSource(tokenizer, lambda: iter([]), list)
     for data in (chats, text):
-        config = TrainConfig(SMALL, training=options)
-        run = a_run(config=config, data=data, tracker=Recorder({}, written), step=1)
-        samples.sample(None, run)
+        plan = decide(TrainConfig(SMALL, training=options), data=data)
+        training = types.SimpleNamespace(plan=plan)
+        samples.sample(a_run(training=training, tracker=Recorder({}, written), step=1))
     chats = [chat_ids(model, [{"role": "user", "content": question}]) for question in questions]
     assert requests == [(prompts, 0.0, {"max_new_tokens": 5}) for prompts in (chats, questions)]
     texts = [{"prompt": text, "text": f"answer {index}"} for index, text in enumerate(questions)]
@@ -128,7 +125,7 @@ SCALARS = 3 * 4 + 8  # the step, the optimizer's two counts, the key
 
 
 def check(config, available_bytes=None):
-    check_memory(config, compile_training(config, MESH), available_bytes)
+    check_memory(compile_training(config, MESH), available_bytes)
 
 
 def min_bytes(tokens, state_bytes=12):

@@ -20,9 +20,10 @@ from jllama.functional import ATTENTION, AttentionImplementation
 from jllama.lab.checks import relative_error
 from jllama.models import oracle
 from jllama.parallel.sharding import MeshConfig, make_mesh
-from jllama.training.compiling import compile_training, decide
+from jllama.training.compiling import compile_training
 from jllama.training.config import LoopConfig, OptimizerConfig, TrainConfig
 from jllama.training.optimizer import OPTIMIZERS
+from jllama.training.plan import decide
 
 BOS, CONFIG, WEIGHTS = 1, SMALL, weights(SMALL)
 MESH = make_mesh(MeshConfig(), jax.devices()[:1])
