@@ -37,19 +37,21 @@ it.
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 ADD_ONS = {
     "lab": (
-        "core core.config core.model core.ops core.parameters core.step formats.receipt "
-        "formats.registry formats.run formats.run_checkpoints formats.specs formats.tensors "
+        "core core.config core.model core.ops core.parameters core.step data.batches "
+        "formats.receipt formats.registry formats.run formats.run_checkpoints formats.tensors "
         "functional generation.generate generation.sampling_params generation.text kernels.int8 "
         "models models.build models.capture models.decode_params models.language_model "
         "models.oracle models.presets models.rope_scaling parallel.config parallel.sharding "
-        "parallel.shards score.scoring system.devices system.errors system.files system.progress "
-        "system.web templates.messages templates.template tokenizers.base training.compiling "
-        "training.config training.events training.run"
+        "parallel.shards score.scoring system.devices system.errors system.files system.memory "
+        "system.progress system.web templates.messages templates.template tokenizers.base "
+        "training.compiling training.config training.events training.metrics training.plan "
+        "training.run training.trainable"
     ),
     "serve": (
-        "core generation.decode_batch generation.engine generation.generate generation.requests "
-        "generation.sampling_params generation.steps generation.text models.language_model "
-        "system.devices system.errors system.files templates.messages templates.template"
+        "core core.engine formats.receipt generation.engine generation.generate "
+        "generation.requests generation.sampling_params generation.steps generation.text "
+        "models.language_model system.devices system.errors system.files system.memory "
+        "templates.messages templates.template"
     ),
 }
 """The modules that the add-ons import: public names of theirs alone. Only commands import add-ons,

@@ -95,10 +95,11 @@ def run_check(check: Check) -> Check:
             return dataclasses.replace(check, error=check.compute())
     except (UnsupportedAttention, RefusedError) as refused:
         return dataclasses.replace(check, refusal=str(refused))
-    except JllamaError as raised:
-        return dataclasses.replace(check, problem=str(raised))
     except Exception as raised:
-        return dataclasses.replace(check, problem=f"{type(raised).__name__}: {raised}")
+        problem = str(raised)
+        if not isinstance(raised, JllamaError):
+            problem = f"{type(raised).__name__}: {problem}"
+        return dataclasses.replace(check, problem=problem)
 
 
 def detached(values: Any) -> Any:

@@ -62,19 +62,19 @@ class Observed(NamedTuple):
     dtype: str = ""
 
 
-class Packed(NamedTuple):
-    """Rows that share arrays, as segments: what a model takes, and where the places are in it."""
-
-    tokens: Int[np.ndarray, "batch seq"]
-    segments: Int[np.ndarray, "batch seq"]
-    positions: Int[np.ndarray, "batch seq"]
-    batch_index: Int[np.ndarray, "places"]
-    seq_index: Int[np.ndarray, "places"]
-    order: list[int]  # the rows that are in it, by index
+Inputs = tuple[
+    Int[np.ndarray, "batch seq"], Int[np.ndarray, "batch seq"], Int[np.ndarray, "batch seq"]
+]
+"""Tokens, segments and positions: rows that share arrays."""
+Where = tuple[Int[np.ndarray, "places"], Int[np.ndarray, "places"]]
+"""The places of the rows in ``Inputs``, as indices of both axes."""
 
 
-def pack(rows: Sequence[Row]) -> Iterator[Packed]:
-    """Yield all rows, those of similar length together; lengths are powers of two."""
+def pack(rows: Sequence[Row]) -> Iterator[tuple[list[int], Inputs, Where]]:
+    """Yield all rows, by their indices, those of similar length together.
+
+    Lengths are powers of two.
+    """
     by_length: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
         length = max(_MIN_PACKED, 1 << (len(row.ids) - 1).bit_length())
@@ -96,7 +96,7 @@ def pack(rows: Sequence[Row]) -> Iterator[Packed]:
                 positions[batch, start:end] = row.positions or range(sizes[member])
                 places += [(batch, start + place) for place in row.places]
         batch_index, seq_index = np.array(places, np.int32).T
-        yield Packed(tokens, segments, positions, batch_index, seq_index, indices)
+        yield indices, (tokens, segments, positions), (batch_index, seq_index)
 
 
 def predict(
@@ -125,22 +125,20 @@ def predict(
         return []
     width = _rounded_up(max(one.ids.shape[1] for one in observed), 8)
     predicted: list[Any] = [None] * len(rows)
-    for packed in pack(rows):
+    for indices, inputs, places in pack(rows):
         # 1) Collect the tokens to score, padded to one width.
-        parts = [observed[index] for index in packed.order]
+        parts = [observed[index] for index in indices]
         ids = np.concatenate(
             [np.pad(one.ids, ((0, 0), (0, width - one.ids.shape[1]))) for one in parts]
         )
         # Padded, so that other answers to the same prompts need no other program.
-        num_places = len(ids)
-        padding = (0, _rounded_up(num_places, 64) - num_places)
+        padding = (0, _rounded_up(len(ids), 64) - len(ids))
         ids = np.pad(ids, (padding, (0, 0)))
-        where = (np.pad(packed.batch_index, padding), np.pad(packed.seq_index, padding))
-        inputs = (packed.tokens, packed.segments, packed.positions)
+        where = tuple(np.pad(index, padding) for index in places)
 
         # 2) Compute their log-probabilities, and that of the likeliest token.
-        if with_oracle and packed.tokens.size <= MAX_ORACLE_TOKENS:
-            tokens, segments, positions = inputs
+        tokens, segments, positions = inputs
+        if with_oracle and tokens.size <= MAX_ORACLE_TOKENS:
             logits = oracle.forward(params, tokens, config, positions, segments)[where]
             log_probs = np.log(oracle.softmax(logits) + TINY)
             best = log_probs.max(axis=1, keepdims=True)
@@ -153,7 +151,7 @@ def predict(
         ends = np.cumsum([len(one.ids) for one in parts])
         values = np.split(np.asarray(log_probs, np.float64), ends)[:-1]
         bests = np.split(np.asarray(best, np.float64), ends)[:-1]
-        for index, one, value, top in zip(packed.order, parts, values, bests, strict=True):
+        for index, one, value, top in zip(indices, parts, values, bests, strict=True):
             value = value[:, : one.ids.shape[1]]
             predicted[index] = np.where(np.isnan(one.log_probs), value - top, value)
     return predicted
