@@ -172,7 +172,7 @@ class Rollouts(Source):
         """Get the programs, and with ``grpo.kl`` the model before training.
 
         Raises:
-            UsageError: rewards cannot be had with these options.
+            UsageError: there are several processes, or an option of sampling does not fit.
         """
         super().begin(training, initial)
         plan = self.plan
@@ -181,9 +181,7 @@ class Rollouts(Source):
             raise UsageError(
                 f"reward is {plan.config.reward}; it must be left out with several processes"
             )
-        drawn_settings(
-            plan.sampling, 1, self.data.tokenizer.vocab_size
-        )  # raises if one does not fit
+        drawn_settings(plan.sampling, 1, self.data.tokenizer.vocab_size)  # raises if one is wrong
         if options.grpo.kl and initial:
             # The step donates its state, so that the reference needs parameters of its own.
             self.reference = jax.tree.map(jnp.copy, initial.params)

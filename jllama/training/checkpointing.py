@@ -45,7 +45,7 @@ class Keeper:
         self.receipt["weights"][str(run.step)] = describe_weights(weights)
         write_receipt(run.plan.folder, self.receipt)
         meta = {
-            "batches": run.source.get_state(),
+            "batches": run.source.stream.get_state(),
             "corpus": run.plan.data.fingerprint,
             "seconds": run.tracker.seconds(),
             **self.meta,

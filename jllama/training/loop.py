@@ -272,15 +272,13 @@ def log(run: Run) -> None:
     )
     record = summarize(taken, elapsed_s * len(taken) / len(recent), flops_per_token)
     rate = learning_rate_at(run.step - 1, plan.optimizer, plan.options.steps)
-    record["learning_rate"] = float(rate)
-    peak = peak_bytes(plan.mesh.local_devices)
     figures, warnings = run.source.figures([batch for _, batch in recent], elapsed_s)
-    record |= figures
+    record |= {"learning_rate": float(rate), **figures}
     for warning in warnings:
         run.tracker.say(warning, "yellow")
     record |= {
         "planned_bytes": run.planned_bytes,
-        "peak_bytes": peak,
+        "peak_bytes": peak_bytes(plan.mesh.local_devices),
         "elapsed_s": run.tracker.seconds(),
     }
     run.tracker.notify(run, "log", record)

@@ -145,7 +145,7 @@ def restore(run: Run) -> None:
 
     # Go on in the same data, or begin others.
     if is_same:
-        run.source.set_state(meta["batches"])
+        run.source.stream.set_state(meta["batches"])
         keeper.meta["data_since"] = meta.get("data_since", 0)
     else:
         run.tracker.say(

@@ -37,7 +37,8 @@ class Source:
     Attributes:
         plan: the run's.
         training: the programs that the batches are for, after ``begin``.
-        stream: the iterator over the data, with ``get_state`` and ``set_state``.
+        stream: the iterator over the data; ``get_state`` returns its position, as JSON can hold
+            it, and ``set_state`` goes on from there.
         samples: lines for ``samples.jsonl`` of the last evaluation.
         advice: what to do if steps were skipped for a reason that ``why_skipped`` gives.
     """
@@ -55,13 +56,15 @@ class Source:
         """Get the programs, and the state before training unless it is not needed again."""
         self.training = training
 
-    def next(self, step: int, state: TrainState) -> Batch:
+    def next(self, step: int, state: TrainState) -> Any:
         """Return the batch of the update after ``step``, which ``state`` gets.
+
+        A user's own may be anything, which the loop checks.
 
         Raises:
             StopIteration: there are no more.
         """
-        raise NotImplementedError
+        return next(self.stream)
 
     @property
     def is_between(self) -> bool:
@@ -85,14 +88,6 @@ class Source:
         """Return why a step has nothing to learn from, if the source knows it."""
         return ""
 
-    def get_state(self) -> Any:
-        """Return the position in the data, as JSON can hold it."""
-        return self.stream.get_state()
-
-    def set_state(self, state: Any) -> None:
-        """Go on from a position."""
-        self.stream.set_state(state)
-
     def close(self) -> None:
         """End what the source has started."""
 
@@ -112,10 +107,6 @@ class DataSource(Source):
         rows = np.unique([np.arange(num_rows)[part] for part in parts]).tolist()
         sizes: Any = {"batch_size": options.batch_size, "seq_len": options.seq_len, "rows": rows}
         self.stream = self.data.training_batches(**sizes, seed=plan.seed, packing=plan.packing)
-
-    def next(self, step: int, state: TrainState) -> Any:
-        """Return the next batch; one's own may be anything, which the loop checks."""
-        return next(self.stream)
 
     def evaluate(
         self, state: TrainState, max_tokens: int, should_stop: Callable[[], bool]
