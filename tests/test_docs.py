@@ -120,3 +120,17 @@ def test_yardstick_stays_within_its_budget():
     config = config_of("shakespeare_char")
     tokens = config.training.steps * config.training.batch_size * config.model.max_seq_len
     assert tokens == 2000 * 12 * 64
+
+
+def test_the_pages_of_the_api_name_what_is_there():
+    text = (ROOT / "docs" / "api.md").read_text()
+    blocks = re.findall(
+        r"(?m)^::: (jllama[\w.]*)\n(?:    options:\n      members: \[(.*)\])?", text
+    )
+    assert len(blocks) > 20
+    for name, members in blocks:
+        module = importlib.import_module(name)
+        missing = [
+            member for member in members.split(", ") if member and not hasattr(module, member)
+        ]
+        assert missing == [], name

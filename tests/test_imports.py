@@ -44,8 +44,8 @@ ADD_ONS = {
         "models.oracle models.presets models.rope_scaling parallel.config parallel.sharding "
         "parallel.shards score.scoring system.devices system.errors system.files system.memory "
         "system.progress system.web templates.messages templates.template tokenizers.base "
-        "training.compiling training.config training.events training.metrics training.plan "
-        "training.run training.trainable"
+        "training.compiling training.config training.loop training.metrics training.opening "
+        "training.plan training.trainable"
     ),
     "serve": (
         "core core.engine formats.receipt generation.engine generation.generate "

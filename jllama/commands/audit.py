@@ -8,6 +8,7 @@ from jllama.commands.bisect import print_bisection
 from jllama.commands.cli import parse
 from jllama.commands.train import read_options
 from jllama.core import UsageError
+from jllama.system.progress import progress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,4 +44,6 @@ def main(argv: list[str], prog: str) -> int:
     config = read_options(["--resume", options.run], prog)
     from jllama.lab.audit import audit
 
-    return print_bisection(audit(config, first, last), as_json=options.json)
+    with progress("computing steps again", last - first) as move:
+        result = audit(config, first, last, lambda step: move(completed=max(step - first, 0)))
+    return print_bisection(result, as_json=options.json)

@@ -81,8 +81,9 @@ class Row:
 
     Attributes:
         ids: the tokens of the prompt, one or more.
-        max_new_tokens: how many tokens to generate at most.
-        stop_ids: tokens that end the text.
+        max_new_tokens: how many tokens to generate at most; with those of the prompt, no more than
+            the ``max_len`` of the engine.
+        stop_ids: tokens that end the text, up to ``MAX_STOPS``.
         sampling: the settings of the sampler.
         slot: its row in the batch, once it is admitted.
         num_steps: decoding steps dispatched for it.
@@ -216,7 +217,7 @@ def decode_steps(
         step: ``(index, batch, takes, record) -> (batch, record)``: one token or more for every row
             that ``takes`` one.
         record: what the steps record, at first.
-        max_new_tokens: of a row in all steps.
+        max_new_tokens: the most tokens that a row takes in all steps together.
     """
     first = batch.cache.lengths
 

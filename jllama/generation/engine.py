@@ -216,7 +216,7 @@ class Engine(core.Engine):
         row = Row(
             prompt.ids,
             prompt.limit(self._context) - len(prompt.ids),
-            (prompt.stop_ids or ())[:MAX_STOPS],
+            (prompt.stop_ids or ())[:MAX_STOPS],  # the host stops at others, some steps later
             prompt.sampling,
             request=request,
             text=text,

@@ -56,7 +56,7 @@ class Answer(NamedTuple):
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Row(core.Row):
-    """A request from the queue to the end of its answer, whose ``tokens`` are ``Token``."""
+    """A request from the queue to the end of its answer, whose ``tokens`` are of type ``Token``."""
 
     request: Request
     text: TextDecoder

@@ -1,6 +1,5 @@
 """Where two checkpoints, formats or runs that should agree begin to differ."""
 
-import math
 import operator
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -171,11 +170,8 @@ def run_session(folder: Path) -> Json:
     return {name: value for name, value in fields.items() if name != "run_dir"}
 
 
-def run_history(folder: Path, first: int = -1, last: float = math.inf) -> Json:
-    """Return the figures that a run logged, and its weights' fingerprints, in order of steps.
-
-    They are those of the steps after ``first`` up to ``last``.
-    """
+def run_history(folder: Path) -> Json:
+    """Return the figures that a run logged, and its weights' fingerprints, in order of steps."""
     figures = {
         (line["step"], name): line[name]
         for line in read_lines(folder / METRICS, "tokens_per_s")
@@ -185,9 +181,7 @@ def run_history(folder: Path, first: int = -1, last: float = math.inf) -> Json:
     for step, fingerprints in read_receipt(folder)["weights"].items():
         figures |= {(int(step), path): value for path, value in fingerprints.items()}
     steps = sorted(figures, key=operator.itemgetter(0))  # those of one step stay in order
-    return {
-        f"step {step}/{name}": figures[step, name] for step, name in steps if first < step <= last
-    }
+    return {f"step {step}/{name}": figures[step, name] for step, name in steps}
 
 
 def _tokenizer(checkpoint: Checkpoint) -> Json:

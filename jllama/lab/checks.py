@@ -51,7 +51,7 @@ class Check:
     serve the arguments, or ``problem`` is any other message.
     """
 
-    group: Group
+    group: str
     row: str
     column: str
     compute: Callable[[], float]
@@ -176,9 +176,8 @@ def matrix(checks: Sequence[Check], width: int, seconds: float) -> Iterator[Rend
     for group, title in _TITLES.items():
         members = [check for check in checks if check.group == group]
         if members:
-            tolerances = " or ".join(
-                f"{size:.0e}" for size in {one.tolerance: 0 for one in members}
-            )
+            sizes = dict.fromkeys(check.tolerance for check in members)
+            tolerances = " or ".join(f"{size:.0e}" for size in sizes)
             yield Text(f"\n{title}; tolerance {tolerances}", style="bold")
             yield from _grid(members, width)
     yield ""

@@ -136,7 +136,7 @@ class Fit(NamedTuple):
         name: of ``PRECISIONS``.
         allowed: the largest errors.
         over: the groups whose errors are larger.
-        misfit: how unlike the errors of rounding the actual ones are: a mean of logarithms.
+        misfit: the mean of ``abs(log(actual error / rounding error))`` over the groups.
     """
 
     name: str

@@ -33,14 +33,14 @@ def round_blocks(x: Float[Array, "*lead inputs"]) -> Float[Array, "*lead inputs"
 
 
 def cast(dtype: Any, config: LlamaConfig, params: Params) -> Model:
-    """Return all parameters in another dtype; activations then have it, too."""
+    """Return a model with all parameters in another dtype; activations then have it, too."""
     return config, jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), params)
 
 
 def change_matrices(
     change: Callable[[np.ndarray], Any], config: LlamaConfig, params: Params
 ) -> Model:
-    """Return parameters with ``change`` of every matrix, as ``[outputs, inputs]`` in float32."""
+    """Return a model with ``change`` of every matrix, as ``[outputs, inputs]`` in float32."""
     changed: Params = params | {"layers": dict(params["layers"])}
     for path, row in parameter_table(config).items():
         if row.role != "matrix":

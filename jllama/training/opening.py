@@ -102,9 +102,13 @@ def build_run(plan: Plan, source: Source, console: Console, callbacks: Sequence[
     tracker = Tracker(plan, console, callbacks)
     checkpoints = RunCheckpoints(plan.folder / CHECKPOINTS, plan.options.keep_last)
     keeper = Keeper(checkpoints, describe_origin(plan, state))
+    meta: Json = {}
+    if plan.resumes:
+        base = state and state.base
+        state, meta = restore_state(checkpoints, training, plan.step, base)
     run = Run(training, source, tracker, keeper, sample, state, plan.step)
     if plan.resumes:
-        restore(run)
+        go_on(run, meta)
     if distributed.process_index() == 0:
         write_folder(plan)
     keeper.receipt = begin_receipt(plan)
@@ -112,16 +116,14 @@ def build_run(plan: Plan, source: Source, console: Console, callbacks: Sequence[
     return run
 
 
-def restore(run: Run) -> None:
-    """Bring a run to the checkpoint that it resumes from.
+def go_on(run: Run, meta: Json) -> None:
+    """Bring all but the state of a run to the checkpoint whose metadata are given.
 
     Raises:
-        JllamaError: its files are damaged, or other data or another model would go on from it.
+        JllamaError: other data or another model would go on from it.
     """
     plan = run.plan
     keeper = run.keeper
-    base = run.state and run.state.base
-    run.state, meta = restore_state(keeper.checkpoints, run.training, run.step, base)
 
     # Whether it was trained on these data, from this model. The answers of pairs were read by the
     # model before training, so that pairs must not change.

@@ -32,12 +32,12 @@ class Plan:
     ``decide`` makes it from a configuration; ``resolve`` makes that of a run, which also has data.
 
     Attributes:
-        config: what ``config.yaml`` says, complete. Only what opens a run and writes its
-            files reads it.
+        config: what ``config.yaml`` says, complete. What opens a run, writes its files and
+            rewards answers reads it; the programs and the loop do not.
         folder: the run's.
         model: the architecture.
         options: of the loop, and of the objective.
-        optimizer: and its schedule, of ``options.steps`` steps.
+        optimizer: the optimizer and its schedule, which has ``options.steps`` steps.
         sampling: how samples and answers are drawn.
         seed: of the initial weights, the order of the data, and the samples.
         packing: whether rows hold several conversations.

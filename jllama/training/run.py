@@ -63,7 +63,6 @@ def train(
                 final = evaluate_best(run)
         finally:
             run.source.close()
-            run.keeper.checkpoints.wait()  # one that has begun is completed
             tracker.report(0)  # also of a run that was stopped or has failed
         if final is None:
             raise Stopped(

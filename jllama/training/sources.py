@@ -36,6 +36,7 @@ class Source:
 
     Attributes:
         plan: the run's.
+        data: the plan's; of pairs, after ``begin``, with the reference's log-probabilities.
         training: the programs that the batches are for, after ``begin``.
         stream: the iterator over the data; ``get_state`` returns its position, as JSON can hold
             it, and ``set_state`` goes on from there.
@@ -53,7 +54,7 @@ class Source:
         self.data = plan.data
 
     def begin(self, training: Training, initial: TrainState | None) -> None:
-        """Get the programs, and the state before training unless it is not needed again."""
+        """Get the programs, and the state before training; None where that is not needed."""
         self.training = training
 
     def next(self, step: int, state: TrainState) -> Any:

@@ -69,8 +69,7 @@ def test_the_speed_logged_is_that_of_steps_that_are_done(monkeypatch):
     monkeypatch.setattr(loop, "bool", wait_for, raising=False)
     monkeypatch.setattr(loop.time, "perf_counter", lambda: now_s[0])
     config = TrainConfig(SMALL, training=LoopConfig(batch_size=2, seq_len=8, steps=10))
-    mesh = types.SimpleNamespace(local_devices=[])
-    plan = dataclasses.replace(decide(config), mesh=mesh)
+    plan = decide(config)
     run = a_run(
         step=2,
         training=types.SimpleNamespace(plan=plan),
