@@ -4,11 +4,11 @@ import dataclasses
 import shlex
 import sys
 import time
-from pathlib import Path
 
 from rich.filesize import decimal
 
 from jllama.commands.cli import parse
+from jllama.system.places import local_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ def main(argv: list[str], prog: str) -> int:
 
     # 1) Find the format, by the target's suffix if it is not set.
     jax.config.update("jax_platforms", "cpu")
-    target = Path(options.target)
+    target = local_path(options.target)
     dtype = options.dtype or None
     suffixes = {format.suffix: name for name, format in FORMATS.items() if format.suffix}
     to = options.to or suffixes.get(target.suffix, "")

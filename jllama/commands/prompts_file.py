@@ -18,6 +18,7 @@ from jllama.generation.text import Completion, encode_prompt
 from jllama.models.language_model import LanguageModel
 from jllama.score.scoring import token_log_probs
 from jllama.system.files import Json, atomic_write_text, errors_as
+from jllama.system.places import local_path
 from jllama.system.progress import progress
 
 # The types are compared exactly, so that true is no number.
@@ -51,7 +52,7 @@ def complete_file(
         The completions of this call, and a problem for each line that is wrong.
     """
     path = Path(options.prompts_file)
-    output = Path(options.output)
+    output = local_path(options.output)
     start_s = time.perf_counter()
     if output.exists():
         raise JllamaError(f"{output} exists already: remove it, or give another --output")

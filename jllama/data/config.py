@@ -5,6 +5,7 @@ import functools
 from typing import Literal
 
 from jllama.core import check_fields
+from jllama.system.places import local_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +63,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         check = functools.partial(check_fields, self, "data.")
         check("path text_field tokenizer encoding", bool, "given, or left out for its default")
+        for place in (self.path, self.tokenizer, self.cache_dir, *self.mixture):
+            local_path(place)
         check(
             "vocab_size",
             lambda size: size >= 260,

@@ -28,6 +28,7 @@ from jllama.models.language_model import LanguageModel
 from jllama.system import cache
 from jllama.system.errors import no_tokenizer
 from jllama.system.files import atomic_write, errors_as, refuse_special_files, restore_replaced
+from jllama.system.places import local_path
 from jllama.system.progress import progress
 from jllama.templates.messages import with_date
 from jllama.tokenizers import loading
@@ -311,12 +312,13 @@ def save(
         >>> model = jllama.load("smollm2/")
         >>> jllama.save(model, "saved.gguf", format="gguf", overwrite=True)
     """
+    target = local_path(path)
     check_names("format", format, dtype)
     saved = tensors.TensorsOfParams(model.config, model.params)
     checkpoint = Checkpoint(
         model.config, saved, model.tokenizer, model.chat_template, model.stop_ids
     )
-    _write(checkpoint, Path(path), format, dtype, overwrite, [])
+    _write(checkpoint, target, format, dtype, overwrite, [])
 
 
 def convert(
@@ -342,6 +344,7 @@ def convert(
         >>> checkpoint = jllama.convert("smollm2/", "converted.gguf", to="gguf", overwrite=True)
     """
     check_names("to", to, dtype)
+    path = local_path(target)
     local = _local(source)
     checkpoint = open_checkpoint(local, rope_factor, adapter=adapter)
     own_adapter = checkpoint.adapter
@@ -357,7 +360,7 @@ def convert(
     sources = [local]
     if own_adapter:
         sources += [Path(path) for path in (own_adapter.source, own_adapter.base) if path]
-    _write(content, Path(target), to, dtype, overwrite, sources)
+    _write(content, path, to, dtype, overwrite, sources)
     return checkpoint
 
 
@@ -426,7 +429,7 @@ def _local(path: str | Path, kind: str = "checkpoint") -> Path:
 
     Everything that is read goes through here. A pipe, a socket or a device raises ``JllamaError``.
     """
-    source = Path(path)
+    source = local_path(path)
     if source.exists():
         refuse_special_files(source, *source.glob("*"))  # a file has none
         return source

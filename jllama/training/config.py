@@ -12,6 +12,7 @@ from jllama.data.config import DataConfig
 from jllama.generation.sampling_params import SamplingParams
 from jllama.models.config import LoraConfig
 from jllama.parallel.config import DistributedConfig, MeshConfig
+from jllama.system.places import local_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -317,6 +318,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "", "run_dir", bool, "the folder that will hold the run")
+        for place in (self.run_dir, self.resume, self.init_from, self.lora.init_from):
+            local_path(place)
         if self.resume not in ("never", "auto"):
             if self.run_dir not in (self.resume, TrainConfig.run_dir):
                 raise UsageError(
