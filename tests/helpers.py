@@ -66,7 +66,7 @@ def shared_programs() -> Iterator[None]:
     compiled = {}
     compile_plan = opening.compile_plan
     pauses = "eval_every save_every log_every keep_last sample_tokens patience max_skipped"
-    equal = dict.fromkeys(pauses.split(), 1)
+    equal: dict[str, Any] = dict.fromkeys(pauses.split(), 1) | {"save_minutes": 0.0}
 
     def compile_once(plan: Plan) -> Any:
         loop = dataclasses.replace(plan.options, sample_prompt="", **equal)

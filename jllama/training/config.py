@@ -159,6 +159,8 @@ class LoopConfig:
             last step, too.
         save_every: steps between checkpoints; 0 means ``eval_every``. The best one is chosen among
             those evaluated.
+        save_minutes: save as well as soon as the last checkpoint is this old, such as 10 on a
+            machine that may be taken away; 0 never does.
         eval_tokens: evenly spaced validation tokens per evaluation (the last one uses all); 0 means
             all.
         log_every: steps between two lines in ``metrics.jsonl``.
@@ -212,6 +214,7 @@ class LoopConfig:
     accumulation: int = 1
     eval_every: int = 250
     save_every: int = 0
+    save_minutes: float = 0.0
     eval_tokens: int = 65_536
     log_every: int = 10
     keep_last: int = 1
@@ -240,7 +243,8 @@ class LoopConfig:
         check = functools.partial(check_fields, self, "training.")
         counts = "batch_size accumulation eval_every log_every keep_last max_skipped"
         check(counts, lambda value: value >= 1, "at least 1")
-        sizes = "seq_len steps epochs eval_tokens save_every z_loss sample_tokens patience"
+        sizes = "seq_len steps epochs eval_tokens save_every save_minutes z_loss sample_tokens"
+        sizes += " patience"
         check(sizes, lambda value: value is None or 0 <= value < 2**31, "from 0 to below 2**31")
         check("steps", lambda steps: bool(steps or self.epochs), "positive, or training.epochs")
         if self.epochs:

@@ -55,6 +55,7 @@ class Run:
     num_skipped: int = 0  # how many of the last steps were skipped in a row
     programs: dict[Any, Any] = dataclasses.field(default_factory=dict)  # by the batch's shape
     planned_bytes: int = 0  # of the largest program
+    saved_s: float = dataclasses.field(default_factory=time.perf_counter)  # the last time
     signals: Sequence[int] = ()  # received by this process
     stop_signal: int = 0  # known to all processes
 
@@ -79,7 +80,7 @@ def take_steps(run: Run) -> None:
         pauses = run.step == options.steps or any(run.step % every == 0 for every in intervals)
         # Several processes wait for each other to learn of signals, so they ask less often.
         if jax.process_count() == 1 or run.step % options.log_every == 0:
-            pauses = is_stopping(run) or pauses
+            pauses = is_stopping(run) or is_overdue(run) or pauses
 
         # Log, evaluate, save and sample.
         if pauses and run.source.is_between:
@@ -110,7 +111,7 @@ def pause(run: Run) -> bool:
     # 2) Save.
     is_validated = evaluation and not options.save_every
     must_save = is_validated or run.stop_signal or has_ended or is_due(run, CHECKPOINTS)
-    if must_save and not is_saved(run):
+    if not is_saved(run) and (must_save or is_overdue(run)):
         save(run, evaluation)
 
     # 3) Sample, and draw the page.
@@ -154,6 +155,13 @@ def is_stopping(run: Run) -> bool:
 
 
 # A step: its batch and program
+
+
+def is_overdue(run: Run) -> bool:
+    """Return whether the last checkpoint is older than ``save_minutes`` in some process."""
+    limit_s = 60 * run.plan.options.save_minutes
+    age_s = time.perf_counter() - run.saved_s
+    return limit_s > 0 and distributed.max_over_processes(age_s > limit_s) > 0
 
 
 def take_step(run: Run) -> None:
@@ -332,6 +340,7 @@ def save(run: Run, evaluation: Evaluation | None) -> None:
     """Begin to save a checkpoint."""
     run.tracker.show(run.step, "saving")
     run.done[CHECKPOINTS] = run.step
+    run.saved_s = time.perf_counter()
     run.keeper.save(run, evaluation.validation_loss if evaluation else None)
     run.tracker.notify(run, "save", {})
 

@@ -230,6 +230,19 @@ def test_a_stop_between_two_checkpoints_is_saved(workshop, read_run, tmp_path, c
     assert signal.signal(signal.SIGINT, interrupt) == signal.SIG_DFL
 
 
+def test_a_checkpoint_is_saved_when_the_last_one_is_old(workshop, read_run, tmp_path):
+    """Here after each step, or never beside those that are due; the weights are the same."""
+    options = ("--training.eval_every", 10, "--training.keep_last", 99, "--training.steps", 20)
+    found, weights = {}, []
+    for minutes in (0, 1e-9, 1e9):
+        run = tmp_path / str(minutes)
+        assert workshop.run(run, *options, "--training.save_minutes", minutes) == 0
+        found[minutes] = read_run.steps(run)
+        weights.append(json.loads((run / "receipt.json").read_text())["weights"]["20"])
+    assert found == {0: [10, 20], 1e-9: [*range(1, 21)], 1e9: [10, 20]}
+    assert weights == [weights[0]] * 3
+
+
 def test_a_full_disk_ends_with_a_sentence_and_the_last_good_checkpoint(
     workshop, read_run, tmp_path
 ):
@@ -602,6 +615,7 @@ def test_epochs_stand_in_for_steps():
         ({"epochs": math.inf}, "training.epochs is inf; it must be from 0 to below"),
         ({"steps": 2**31}, "training.steps is 2147483648; it must be from 0 to below"),
         ({"save_every": -1}, "training.save_every is -1; it must be from 0"),
+        ({"save_minutes": -1.0}, "training.save_minutes is -1.0; it must be from 0"),
     ]:
         with pytest.raises(UsageError, match=re.escape(problem)):
             LoopConfig(**changes)
