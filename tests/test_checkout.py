@@ -25,7 +25,7 @@ try:
     runpy.run_path("train.py", run_name="__main__")
 except SystemExit as done:
     assert done.code == 0
-assert cli.main(["verify", "--only", "packed documents against each alone", "--json"]) == 0
+assert cli.main(["verify", "--only", "Llama 3.2 tied", "--json"]) == 0
 """
 
 
