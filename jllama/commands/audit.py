@@ -2,13 +2,14 @@
 
 import dataclasses
 import re
-from pathlib import Path
 
 from jllama.commands.bisect import print_bisection
 from jllama.commands.cli import parse
 from jllama.commands.train import read_options
 from jllama.core import UsageError
+from jllama.system.places import as_place
 from jllama.system.progress import progress
+from jllama.system.remote import fetch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +39,13 @@ def main(argv: list[str], prog: str) -> int:
     numbers = re.fullmatch(r"(\d+):(\d+)", options.steps)
     if not numbers:
         raise UsageError(f"steps is {options.steps!r}; it must be FIRST:LAST, such as 100:110")
-    if not (Path(options.run) / "config.yaml").is_file():
+    from jllama.formats.run import committed, recognizes
+
+    folder = fetch(as_place(options.run), committed)
+    if not recognizes(folder):
         raise UsageError(f"{options.run} is not the folder of a run: give one, such as runs/mine")
     first, last = map(int, numbers.groups())
-    config = read_options(["--resume", options.run], prog)
+    config = read_options(["--resume", str(folder)], prog)
     from jllama.lab.audit import audit
 
     with progress("computing steps again", last - first) as move:

@@ -8,7 +8,8 @@ import time
 from rich.filesize import decimal
 
 from jllama.commands.cli import parse
-from jllama.system.places import local_path
+from jllama.system.places import as_place
+from jllama.system.remote import list_files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +60,7 @@ def main(argv: list[str], prog: str) -> int:
 
     # 1) Find the format, by the target's suffix if it is not set.
     jax.config.update("jax_platforms", "cpu")
-    target = local_path(options.target)
+    target = as_place(options.target)
     dtype = options.dtype or None
     suffixes = {format.suffix: name for name, format in FORMATS.items() if format.suffix}
     to = options.to or suffixes.get(target.suffix, "")
@@ -68,7 +69,7 @@ def main(argv: list[str], prog: str) -> int:
     start_s = time.perf_counter()
     checkpoint = convert(
         options.source,
-        target,
+        options.target,
         to,
         dtype,
         overwrite=options.overwrite,
@@ -78,8 +79,7 @@ def main(argv: list[str], prog: str) -> int:
     seconds = time.perf_counter() - start_s
 
     # 3) Print what was written, and what to do next.
-    files = [target] if target.is_file() else target.rglob("*")
-    size = decimal(sum(file.stat().st_size for file in files))
+    size = decimal(sum(size for size, _ in list_files(target).values()))
     written = (FORMATS | ADAPTER_FORMATS)[to].stored_dtype(dtype)
     written = written or checkpoint.tensors["embed"].dtype.name
     content = summary(checkpoint.config, written, checkpoint.tokenizer)

@@ -4,13 +4,14 @@ import dataclasses
 import itertools
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 from jllama.commands.cli import parse
 from jllama.commands.model import ModelOptions
 from jllama.core import JllamaError, UsageError, check_fields
+from jllama.system.places import as_place
 from jllama.system.progress import progress
+from jllama.system.remote import fetch
 
 _ONLY = {
     "data": "text_field chat_template stride max_tokens",
@@ -96,12 +97,12 @@ def _evaluate_text(options: EvalOptions) -> int:
     from jllama.templates.messages import chat_format
 
     # 1) Check the file, and whether it has chats or text.
-    path = Path(options.data)
+    path = fetch(as_place(options.data))
     if not path.is_file():
         raise JllamaError(
             f"there is no file at --data {options.data}: give a text file, or a .jsonl file"
         )
-    is_chat = data_task(DataConfig(path=options.data, text_field=options.text_field)) != "text"
+    is_chat = data_task(DataConfig(path=str(path), text_field=options.text_field)) != "text"
     if options.chat_template and not is_chat:
         raise UsageError(f"--chat_template is for chats, and {options.data} is text: leave it out")
 

@@ -31,13 +31,17 @@ class ReportOptions:
 def main(argv: list[str], prog: str) -> int:
     """Write the page, and replay the metrics if a logger is named."""
     options = parse(ReportOptions, argv, prog, ("runs",))
-    from jllama.formats.run import read_config
+    from jllama.formats.run import read_config, without_checkpoints
     from jllama.system.files import METRICS, check_writable, errors_as, read_lines
+    from jllama.system.places import as_place
+    from jllama.system.remote import fetch
     from jllama.training.loggers import LOGGERS, check_logger, finite_numbers
     from jllama.training.report import REPORT, write_report
 
-    folders = [*dict.fromkeys(map(Path, options.runs))]
-    target = Path(options.output or (folders[0] / REPORT if len(folders) == 1 else REPORT))
+    places = [as_place(run) for run in dict.fromkeys(options.runs)]
+    folders = [fetch(place, without_checkpoints) for place in places]
+    is_in_run = len(places) == 1 and isinstance(places[0], Path)
+    target = Path(options.output or (folders[0] / REPORT if is_in_run else REPORT))
     check_logger(options.logger)
     check_writable(target)
     write_report(folders, target)

@@ -5,10 +5,11 @@ import dataclasses
 import itertools
 import signal
 import sys
-from pathlib import Path
 
 from jllama.commands.cli import parse
 from jllama.core import UsageError
+from jllama.system.places import as_place
+from jllama.system.remote import fetch, list_files
 from jllama.system.stop import Stopped
 from jllama.training.config import TrainConfig
 
@@ -54,8 +55,9 @@ def read_options(argv: list[str], prog: str, *changes: str) -> TrainConfig:
     scan.add_argument("--resume", nargs="?")
     resume = scan.parse_known_args(argv)[0].resume
     if resume not in (None, "never", "auto"):
-        file = Path(resume) / "config.yaml"
-        if file.is_file():
+        file = as_place(resume) / "config.yaml"
+        if list_files(file):
+            file = fetch(file)
             # That file has the number of steps that its epochs came to.
             # Code that only a run's folder names is not run.
             options = ["--config", str(file), "--imports", "[]", "--training.epochs", "0"]

@@ -517,9 +517,16 @@ def dropped_fields(folder: Path) -> list[str]:
 
 
 def download(repository: str) -> Path:
-    """Fetch ``org/name`` from the Hugging Face hub or its cache, and return the folder."""
+    """Fetch ``org/name`` from the Hugging Face hub or its cache, and return the folder.
+
+    A revision may follow, as in ``org/name@v1.0``.
+    """
     patterns = ["*.safetensors", "*.json", "tokenizer.model", "*.jinja"]
     # An error may be one of the hub's client, of its HTTP library or of the disk: all mean the
     # same.
     with errors_as(f"{repository} cannot be fetched from the hub", Exception):
-        return Path(huggingface_hub.snapshot_download(repository, allow_patterns=patterns))
+        name, _, revision = repository.partition("@")
+        folder = huggingface_hub.snapshot_download(
+            name, revision=revision or None, allow_patterns=patterns
+        )
+        return Path(folder)

@@ -8,7 +8,8 @@ import dataclasses
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -28,8 +29,9 @@ from jllama.models.language_model import LanguageModel
 from jllama.system import cache
 from jllama.system.errors import no_tokenizer
 from jllama.system.files import atomic_write, errors_as, refuse_special_files, restore_replaced
-from jllama.system.places import local_path
+from jllama.system.places import Place, as_place
 from jllama.system.progress import progress
+from jllama.system.remote import fetch, list_files, publish
 from jllama.templates.messages import with_date
 from jllama.tokenizers import loading
 from jllama.tokenizers.base import Tokenizer
@@ -45,7 +47,7 @@ _FILES_OF_CHECKPOINTS = (
     r"(generation_|adapter_)?config\.json|merges\.txt|checklist\.chk|chat_template\.(jinja|json)|"
     r"(special_tokens_map|added_tokens|vocab|params|jllama|receipt)\.json|config\.yaml|checkpoints|"
     r"(metrics|samples|skipped|config\.history)\.jsonl|report\.html|reference\.npz|"
-    r"tensorboard|wandb|autotuning|in_use.*|\.gitattributes"
+    r"tensorboard|wandb|autotuning|in_use.*|place|uploading|\.gitattributes"
 )
 
 
@@ -171,7 +173,8 @@ def load(
 
     Args:
         path: A run's folder, a Hugging Face or Meta folder, a GGUF file, a llama2.c file, or
-            ``org/name``.
+            ``org/name``; also the URL of one, such as ``gs://bucket/run``, ``s3://bucket/model``
+            or ``hf://org/name``.
         dtype: Dtype of the parameters. None is float32 on a CPU, where bfloat16 is slow, and
             elsewhere the dtype in the files.
         mesh: Splits the parameters over devices, as in training; None puts them on the first
@@ -213,7 +216,7 @@ def load(
         )
 
     # 2) Open the checkpoint, and read its weights onto the devices.
-    source = _local(path)
+    source = local_copy(path)
     checkpoint = open_checkpoint(source, rope_factor, step, adapter)
     if checkpoint.adapter and dtype is None:
         dtype = checkpoint.tensors["embed"].dtype  # merged matrices are float32
@@ -277,7 +280,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         >>> tokenizer.decode(tokenizer.encode("Once"))
         'Once'
     """
-    source = _local(path)
+    source = local_copy(path)
     if has_tokenizer(source) or not _recognize(source):
         return loading.load_tokenizer(source)
     tokenizer = open_checkpoint(source).tokenizer
@@ -298,7 +301,7 @@ def save(
 
     Args:
         model: A loaded model, or one made of a configuration, parameters and a tokenizer.
-        path: The folder to make (for ``gguf``, the file).
+        path: The folder to make (for ``gguf``, the file), or its URL.
         format: ``orbax`` (jllama's own), ``hf``, ``gguf``, ``llama2c``, ``meta``; a key of
             ``FORMATS``.
         dtype: Dtype of the matrices, one of the format's; None keeps the parameters' own.
@@ -312,7 +315,7 @@ def save(
         >>> model = jllama.load("smollm2/")
         >>> jllama.save(model, "saved.gguf", format="gguf", overwrite=True)
     """
-    target = local_path(path)
+    target = as_place(path)
     check_names("format", format, dtype)
     saved = tensors.TensorsOfParams(model.config, model.params)
     checkpoint = Checkpoint(
@@ -344,8 +347,8 @@ def convert(
         >>> checkpoint = jllama.convert("smollm2/", "converted.gguf", to="gguf", overwrite=True)
     """
     check_names("to", to, dtype)
-    path = local_path(target)
-    local = _local(source)
+    path = as_place(target)
+    local = local_copy(source)
     checkpoint = open_checkpoint(local, rope_factor, adapter=adapter)
     own_adapter = checkpoint.adapter
     content = own_adapter if to in ADAPTER_FORMATS else checkpoint
@@ -372,7 +375,7 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a checkpoint of any format without reading its weights, as ``load`` does."""
     # 1) Open the source by its format. If it is an adapter, merge it into its own base.
-    source = _local(path)
+    source = local_copy(path)
     own_step = None if adapter else step
     format = FORMATS[_format_of(source)]
     base = format.base_of(source)
@@ -395,7 +398,7 @@ def open_checkpoint(
 
     # 3) Merge the adapter that the caller names.
     if adapter:
-        added = _read_adapter(_local(adapter, "adapter"), checkpoint.config, step)
+        added = _read_adapter(local_copy(adapter, "adapter"), checkpoint.config, step)
         return adapters.merge(checkpoint, added)
     return checkpoint
 
@@ -424,12 +427,17 @@ def _read(format: Format, source: Path, *arguments: Any, **options: Any) -> Any:
     return format.read(source, *arguments, **options)
 
 
-def _local(path: str | Path, kind: str = "checkpoint") -> Path:
-    """Return the path itself, or where the hub's copy of ``org/name`` is.
+def local_copy(path: str | Path, kind: str = "checkpoint") -> Path:
+    """Return the path itself, or where the copy of ``org/name`` or of a URL is.
 
     Everything that is read goes through here. A pipe, a socket or a device raises ``JllamaError``.
     """
-    source = local_path(path)
+    source = as_place(path)
+    hub_id = re.match(r"hf://(?!(?:datasets|spaces)/)([^/]+/[^/]+)/?$", str(source))
+    if hub_id:
+        return huggingface.download(hub_id[1])
+    if not isinstance(source, Path):
+        return fetch(source, run.without_state)
     if source.exists():
         refuse_special_files(source, *source.glob("*"))  # a file has none
         return source
@@ -482,10 +490,26 @@ def check_names(name: str, format: str, dtype: str | None) -> None:
 
 
 def _write(
-    content: Any, target: Path, to: str, dtype: str | None, overwrite: bool, sources: Sequence[Path]
+    content: Any,
+    target: Place,
+    to: str,
+    dtype: str | None,
+    overwrite: bool,
+    sources: Sequence[Path],
 ) -> None:
     """Write a ``Checkpoint`` or an ``Adapter`` to ``target``, completely or not at all."""
     format = (FORMATS | ADAPTER_FORMATS)[to]
+    if not isinstance(target, Path):
+        before = list_files(target)
+        names = {name.partition("/")[0] for name in before if name}
+        _check_replaced(target, bool(before), names, overwrite)
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder) / target.name
+            _write(content, copy, to, dtype, False, [])
+            if format.recognizes is run.recognizes:
+                (copy / run.CHECKPOINTS / "0" / run.COMPLETE).write_text("{}")
+            publish(copy, target, before)
+        return
     target = target.resolve()  # a link stays, and the file that it leads to is replaced
     check_target(target, sources, overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -536,17 +560,26 @@ def check_target(target: Path, sources: Sequence[Path], overwrite: bool) -> None
                     f"{target} is {source} itself, or holds or lies in it: "
                     "choose another destination"
                 )
-    if not target.exists():
-        return
-    if not overwrite:
+    names = [entry.name for entry in target.glob("*")]  # a file has none
+    _check_replaced(target, target.exists(), names, overwrite)
+    if names and not _recognize(target):
+        raise _is_no_checkpoint(target, names)
+
+
+def _check_replaced(target: Place, exists: bool, names: Collection[str], overwrite: bool) -> None:
+    """Raise an error unless a target that exists, and holds ``names``, may be replaced."""
+    if exists and not overwrite:
         raise JllamaError(
             f"{target} exists: choose another destination, or set overwrite to replace it"
         )
-    names = sorted(entry.name for entry in target.glob("*"))  # a file has none
     pattern = rf"\.?({_FILES_OF_CHECKPOINTS})(\.partial)?"
     others = [name for name in names if not re.fullmatch(pattern, name)]
-    if others or (names and not _recognize(target)):
-        raise JllamaError(
-            f"{target} holds {', '.join((others or names)[:5])}, more or less "
-            "than a checkpoint, and stays as it is: choose another destination"
-        )
+    if others:
+        raise _is_no_checkpoint(target, others)
+
+
+def _is_no_checkpoint(target: Place, names: Collection[str]) -> JllamaError:
+    return JllamaError(
+        f"{target} holds {', '.join(sorted(names)[:5])}, more or less "
+        "than a checkpoint, and stays as it is: choose another destination"
+    )

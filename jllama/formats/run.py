@@ -5,6 +5,8 @@
 """
 
 import dataclasses
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +31,12 @@ from jllama.system.files import (
     refuse_special_files,
 )
 
+COMPLETE = "complete.json"
+"""The last file of a checkpoint in a bucket: without it the checkpoint does not exist."""
+OWNERS = "owners"
+STEP_FILE = re.compile(rf"{CHECKPOINTS}/(\d+)/(.*)")
+"""The name of a file of a checkpoint within its run: the step, and the name within it."""
+
 
 class RunConfig(NamedTuple):
     """The content of a run's ``config.yaml``."""
@@ -36,6 +44,33 @@ class RunConfig(NamedTuple):
     fields: dict[str, Any]  # all of it
     model: LlamaConfig
     lora: LoraConfig  # of rank 0 if the run trains all weights
+
+
+def committed(files: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a run's files in a bucket that are no part of an incomplete checkpoint.
+
+    ``files`` are by their names within the run. Files that only say so are left out.
+    """
+    chosen = {}
+    for name, facts in files.items():
+        step = STEP_FILE.match(name)
+        is_complete = step is None or f"{CHECKPOINTS}/{step[1]}/{COMPLETE}" in files
+        is_mark = step is not None and re.match(rf"{COMPLETE}|part\.", step[2])
+        if is_complete and not is_mark:
+            chosen[name] = facts
+    return chosen
+
+
+def without_state(files: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a run's files in a bucket that its model needs."""
+    unneeded = re.compile(rf"{CHECKPOINTS}/\d+/state/|{OWNERS}/")
+    return {name: facts for name, facts in committed(files).items() if not unneeded.match(name)}
+
+
+def without_checkpoints(files: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a run's files in a bucket that people read."""
+    names = [name for name in files if not name.startswith((CHECKPOINTS, OWNERS))]
+    return {name: files[name] for name in names}
 
 
 def recognizes(path: Path) -> bool:

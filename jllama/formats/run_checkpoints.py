@@ -6,6 +6,7 @@ deleted.
 """
 
 import contextlib
+import itertools
 import logging
 import math
 import os
@@ -42,6 +43,8 @@ from jllama.formats.tensors import (
 )
 from jllama.parallel.distributed import process_index
 from jllama.system.files import Json, read_json_object, refuse_special_files
+from jllama.system.places import as_place, is_url, name_of
+from jllama.system.remote import download, list_files
 
 # Nothing is wrong with a folder that is only read.
 logging.getLogger("absl").addFilter(
@@ -82,16 +85,25 @@ class RunCheckpoints:
                 f"the folder {self.folder} has a backslash in its name, which tensorstore reads as "
                 "a slash: rename it"
             )
+        name = name_of(self.folder.parent)
+        self.place: Any = as_place(name) if is_url(name) else None
         if not read_only:
             self._sweep()
 
-        # 2) Choose how to store items, and which checkpoints stay: the last ones and the best.
+        # 2) Choose how to store items. In a working folder each process has a part of each
+        # checkpoint, in files of its own.
         limits: Any = {"use_compression": False, "save_concurrent_gb": copied_gb}
+        processes = ocp.options.MultiprocessingOptions()
+        if self.place:
+            processes = ocp.options.MultiprocessingOptions(primary_host=None)
+            limits |= {"use_ocdbt": False, "multiprocessing_options": processes}
         handlers = {
             "params": ocp.PyTreeCheckpointHandler(**limits),
             "state": ocp.PyTreeCheckpointHandler(**limits),
-            "meta": ocp.JsonCheckpointHandler(),
+            "meta": ocp.JsonCheckpointHandler(multiprocessing_options=processes),
         }
+
+        # 3) Choose which checkpoints stay: the last ones and the best.
         latest = checkpoint_managers.LatestN(keep_last)
 
         def loss(metrics: Json) -> float:
@@ -102,7 +114,7 @@ class RunCheckpoints:
             get_metric_fn=loss, reverse=True, n=1, keep_checkpoints_without_metrics=False
         )
 
-        # 3) Open the folder.
+        # 4) Open the folder.
         access: Json = {"cleanup_tmp_directories": True, "todelete_subdir": _UNWANTED}
         if read_only:
             access = {"read_only": True, "create": False, "save_interval_steps": 0}
@@ -110,6 +122,7 @@ class RunCheckpoints:
             best_fn=loss,
             best_mode="min",
             preservation_policy=checkpoint_managers.AnyPreservationPolicy([latest, best]),
+            multiprocessing_options=processes,
             **access,
         )
         with _reading(self.folder):
@@ -163,7 +176,7 @@ class RunCheckpoints:
         self._sweep()
 
     def _sweep(self) -> None:
-        if process_index() == 0:
+        if process_index() == 0 or self.place:
             shutil.rmtree(self.folder / _UNWANTED, ignore_errors=True)
 
     def restore(self, step: int, params: Params, state: Any) -> tuple[Params, Any, Json]:
@@ -180,6 +193,8 @@ class RunCheckpoints:
             expected = {"params": params}
             if state is not None:
                 expected["state"] = state
+            if self.place:
+                self._fetch_arrays(step, expected)
             self._check(step, expected)
             metadata = self._manager.item_metadata(step)
             arrays = {}
@@ -198,6 +213,31 @@ class RunCheckpoints:
         if saved:
             check_weights(self.folder / str(step), saved, describe_weights(trees["params"]))
         return trees["params"], trees.get("state"), restored["meta"]
+
+    def _fetch_arrays(self, step: int, expected: Json) -> None:
+        """Read the files of a step in a bucket that hold parts of this process's arrays."""
+        place = self.place / self.folder.name / str(step)
+        folder = self.folder / str(step)
+        files = list_files(place)
+        shapes = {name: facts for name, facts in files.items() if name.endswith(".zarray")}
+        download(place, folder, shapes)
+        needed = set()
+        for path, array in _by_path(expected).items():
+            item, _, name = path.partition("/")
+            stored = f"{item}/{name.replace('/', '.')}"
+            chunk = read_json_object(folder / stored / ".zarray")["chunks"]
+            parts = array.sharding.addressable_devices_indices_map(array.shape).values()
+            for part in parts:
+                ranges = []
+                for index, size, chunk_size in zip(part, array.shape, chunk, strict=True):
+                    start, stop, _ = index.indices(size)
+                    ranges.append(range(start // chunk_size, -(-stop // chunk_size)))
+                for numbers in itertools.product(*ranges):
+                    needed.add(f"{stored}/{'.'.join(map(str, numbers)) or '0'}")
+        # What holds no array's elements is small.
+        is_chunk = re.compile(r"(params|state)/[^/]+/[\d.]+$")
+        chosen = [name for name in files if name in needed or not is_chunk.match(name)]
+        download(place, folder, {name: files[name] for name in chosen})
 
     def tensors(self, step: int, config: LlamaConfig) -> dict[str, FileTensor]:
         """Return the saved parameters of a step as tensors by ``TensorSpec.key``, not read yet.
@@ -231,7 +271,7 @@ class RunCheckpoints:
         That is JSON nested too deeply.
         """
         for path in _files_below(self.folder / str(step)):
-            is_array = path.parent.name == "d"
+            is_array = path.parent.name == "d" or path.name.isdecimal()
             if not path.suffix and not is_array:
                 read_json_object(path)
         metadata = self._manager.item_metadata(step)
@@ -282,12 +322,13 @@ class _StoredArray:
     """
 
     def __init__(self, source: Path, path: str, saved: str | None = None) -> None:
-        store = {
-            "driver": "ocdbt",
-            # A URL would decode "%41" in a folder's name.
-            "base": {"driver": "file", "path": f"{source}/params/"},
-            "path": f"{path.replace('/', '.')}/",
-        }
+        name = f"{path.replace('/', '.')}/"
+        # A URL would decode "%41" in a folder's name.
+        store: Json = {"driver": "file", "path": f"{source}/params/"}
+        if (source / "params/manifest.ocdbt").exists():
+            store = {"driver": "ocdbt", "base": store, "path": name}
+        else:  # of a run in a bucket
+            store["path"] += name
         array = {"driver": "zarr", "kvstore": store}
         self.store: Any = tensorstore.open(array, read=True).result()
         self.source = source

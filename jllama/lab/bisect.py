@@ -13,7 +13,7 @@ from rich.tree import Tree
 from jllama.core.config import LlamaConfig
 from jllama.formats import run
 from jllama.formats.receipt import RECEIPT, read_receipt
-from jllama.formats.registry import open_checkpoint
+from jllama.formats.registry import local_copy, open_checkpoint
 from jllama.formats.tensors import Checkpoint, TensorSpec, tensor_specs
 from jllama.generation.text import prompt_ids
 from jllama.lab.checkpoint import PROSE
@@ -21,6 +21,7 @@ from jllama.lab.checks import relative_error
 from jllama.lab.layerwise import Reader, oracle_layer, update_error
 from jllama.models import oracle
 from jllama.system.files import METRICS, Json, read_lines
+from jllama.system.places import is_url
 
 FIGURES = ("loss", "grad_norm")
 """What a run logs that only its steps decide."""
@@ -120,7 +121,7 @@ def bisect(
         JllamaError: one of them cannot be opened.
     """
     on_progress(description="opening")
-    paths = (Path(left), Path(right))
+    paths = [local_copy(path) if is_url(path) else Path(path) for path in (left, right)]
     compared = []
     if all(run.recognizes(path) for path in paths):
         for name in (RECEIPT, METRICS):

@@ -8,7 +8,7 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,12 @@ def process_index() -> int:
 
 
 @contextlib.contextmanager
-def connect_processes(options: DistributedConfig, folder: Path) -> Iterator[None]:
+def connect_processes(
+    options: DistributedConfig, find_folder: Callable[[int], Path]
+) -> Iterator[Path]:
     """Connect all processes of a run, and lock the run's folder for this one, inside the block.
+
+    ``find_folder`` returns the folder for a process's index.
 
     Collectives would wait forever for a process that is gone, so then all processes print a
     sentence and end with exit code 1.
@@ -53,10 +57,12 @@ def connect_processes(options: DistributedConfig, folder: Path) -> Iterator[None
     """
     if options.coordinator == "auto":
         _connect(options)
-    with file_lock(folder, options.process_id or process_index()):
+    index = options.process_id or process_index()
+    folder = find_folder(index)
+    with file_lock(folder, index):
         _connect(options, options.coordinator, options.num_processes, options.process_id)
         try:
-            yield
+            yield folder
         except (RuntimeError, ValueError) as error:
             if jax.distributed.is_initialized() and re.search(_GONE_SIGNS, str(error)):
                 exit_now(_GONE, 1)

@@ -12,7 +12,7 @@ from jllama.data.config import DataConfig
 from jllama.generation.sampling_params import SamplingParams
 from jllama.models.config import LoraConfig
 from jllama.parallel.config import DistributedConfig, MeshConfig
-from jllama.system.places import local_path
+from jllama.system.places import as_place
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,7 +323,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_fields(self, "", "run_dir", bool, "the folder that will hold the run")
         for place in (self.run_dir, self.resume, self.init_from, self.lora.init_from):
-            local_path(place)
+            as_place(place)
         if self.resume not in ("never", "auto"):
             if self.run_dir not in (self.resume, TrainConfig.run_dir):
                 raise UsageError(

@@ -31,6 +31,7 @@ from jllama.system.files import (
 )
 from jllama.system.machine import describe_devices, describe_driver, idle_accelerator
 from jllama.system.memory import device_bytes
+from jllama.system.places import name_of
 from jllama.tokenizers.loading import has_tokenizer
 from jllama.training import run_folder
 from jllama.training.checkpointing import Keeper, restore_state
@@ -272,7 +273,8 @@ def log_facts(run: Run) -> None:
         kind = "adapters" if plan.config.trains_adapters else "them"
         of_them = f", {num_trained:,} of {kind} trained"
     tracker.say(
-        f"{plan.folder}: {num_params:,} parameters{of_them} on {devices}, {plan.attention} "
+        f"{name_of(plan.folder)}: {num_params:,} parameters{of_them} on {devices}, "
+        f"{plan.attention} "
         f"attention, {plan.data.size()}, step {run.step:,} of {plan.options.steps:,}",
         "bold",
     )

@@ -151,7 +151,7 @@ def write_report(folders: Sequence[Path], target: Path) -> None:
     if not is_comparison:
         (folder,) = folders
         is_chat = "training chats" in facts[0]
-        words = words_to_use(folder, is_chat, config["training"]["sample_prompt"])
+        words = words_to_use(str(folder), is_chat, config["training"]["sample_prompt"])
         commands = {
             words[0]: shell_command(*words),
             "continue": shell_command("train", "--resume", folder),
@@ -164,7 +164,7 @@ def write_report(folders: Sequence[Path], target: Path) -> None:
     write_page(target, title, parts)
 
 
-def words_to_use(folder: Path, is_chat: bool, prompt: str) -> list[object]:
+def words_to_use(folder: str, is_chat: bool, prompt: str) -> list[object]:
     """Return the words of the command that tries a trained model."""
     return ["chat", folder] if is_chat else ["sample", "--checkpoint", folder, "--prompt", prompt]
 

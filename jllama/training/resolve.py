@@ -26,6 +26,7 @@ from jllama.models.presets import preset
 from jllama.parallel import distributed
 from jllama.system.errors import no_tokenizer, shell_command
 from jllama.system.files import CHECKPOINTS, CONFIG, METRICS, read_lines
+from jllama.system.places import name_of
 from jllama.templates.messages import chat_format, find_template, with_date
 from jllama.tokenizers.base import Tokenizer
 from jllama.tokenizers.loading import load_tokenizer
@@ -108,8 +109,9 @@ def final_evaluation(config: TrainConfig, step: int, console: Console) -> Evalua
     options = ["--training.patience", 0]
     if has_all_steps:
         options = ["--training.steps", 2 * step, "--resume_with_changes", "true"]
-    go_on = shell_command("train", "--resume", folder, *options)
-    console.print(f"{folder} is finished (step {step:,} of {num_steps:,}). To go on: {go_on}")
+    name = name_of(folder)
+    go_on = shell_command("train", "--resume", name, *options)
+    console.print(f"{name} is finished (step {step:,} of {num_steps:,}). To go on: {go_on}")
     # Runs of 0.1 name the figures after the preference objective.
     figures = lines[-1]["final"].items()
     return Evaluation(**{name.replace("preference", "figures"): value for name, value in figures})

@@ -3,11 +3,11 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 
 from jllama.data.datasets import GZIP, BatchSource
 from jllama.parallel import distributed
 from jllama.system.errors import shell_command
+from jllama.system.places import name_of
 from jllama.system.progress import progress
 from jllama.system.stop import Stopped, stop_signals
 from jllama.training.checkpointing import restore_state
@@ -15,6 +15,7 @@ from jllama.training.config import TrainConfig
 from jllama.training.events import Callback
 from jllama.training.loop import Run, is_stopping, take_steps
 from jllama.training.metrics import Evaluation
+from jllama.training.mirror import mirrored, working_folder
 from jllama.training.opening import open_run
 from jllama.training.report import REPORT, words_to_use
 
@@ -46,7 +47,15 @@ def train(
         JllamaError: there is a problem with the corpus, the folder, the disk or the loss.
         UsageError: the configuration does not fit them.
     """
-    with distributed.connect_processes(config.distributed, Path(config.run_dir)):
+    find_folder = functools.partial(working_folder, config.run_dir)
+    with (
+        distributed.connect_processes(config.distributed, find_folder) as folder,
+        mirrored(folder, config.run_dir),
+    ):
+        resume = config.resume
+        if resume not in ("never", "auto"):
+            resume = str(folder)
+        config = dataclasses.replace(config, run_dir=str(folder), resume=resume)
         run = open_run(config, data, callbacks)
         if isinstance(run, Evaluation):  # the run is finished
             return run
@@ -69,9 +78,10 @@ def train(
                 f"stopped at step {run.step:,} of {num_steps:,}; saved. Go on: {how_to_go_on(run)}",
                 run.stop_signal,
             )
-        words = words_to_use(plan.folder, plan.data.is_chat, plan.options.sample_prompt)
+        name = name_of(plan.folder)
+        words = words_to_use(name, plan.data.is_chat, plan.options.sample_prompt)
         tracker.say(
-            f"{tracker.seconds():.0f} s in all. Read {plan.folder / REPORT}, "
+            f"{tracker.seconds():.0f} s in all. Read {name}/{REPORT}, "
             f"or {words[0]}: {shell_command(*words)}"
         )
         return final
@@ -81,7 +91,7 @@ def how_to_go_on(run: Run) -> str:
     """Return the command that goes on with a run; rewards in Python are named again."""
     reward = run.plan.config.reward
     words = ["--reward", reward] if reward else []
-    return shell_command("train", "--resume", run.plan.folder, *words)
+    return shell_command("train", "--resume", name_of(run.plan.folder), *words)
 
 
 def evaluate_best(run: Run) -> Evaluation | None:

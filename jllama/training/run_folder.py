@@ -14,7 +14,7 @@ from flax.traverse_util import flatten_dict
 
 from jllama.core import JllamaError, UsageError
 from jllama.formats.registry import check_target
-from jllama.formats.run import read_config
+from jllama.formats.run import OWNERS, read_config
 from jllama.parallel import distributed
 from jllama.parallel.config import DistributedConfig
 from jllama.system.errors import shell_command
@@ -28,6 +28,8 @@ from jllama.system.files import (
     read_lines,
     remove,
 )
+from jllama.system.places import PLACE, as_place, name_of
+from jllama.system.remote import delete, list_files
 from jllama.training.config import OptimizerConfig, TrainConfig
 from jllama.training.optimizer import learning_rate_at
 
@@ -55,10 +57,11 @@ def confirm_overwrite(config: TrainConfig) -> None:
     reads.
     """
     folder = Path(config.run_dir)
+    name = name_of(folder)
     if not config.overwrite:
         raise UsageError(
-            f"{folder} already holds a run: continue it with "
-            f"{shell_command('train', '--resume', folder)}, or choose another run_dir, "
+            f"{name} already holds a run: continue it with "
+            f"{shell_command('train', '--resume', name)}, or choose another run_dir, "
             "or replace it with --overwrite"
         )
     folder = folder.resolve()
@@ -78,10 +81,15 @@ def confirm_overwrite(config: TrainConfig) -> None:
 
 def clear(folder: Path) -> None:
     """Remove everything in a run's folder but its locks; all processes wait for process 0."""
-    if distributed.process_index() == 0:
+    is_first = distributed.process_index() == 0
+    is_own = (folder / PLACE).exists()
+    if is_first or is_own:
         for path in folder.iterdir():
-            if not path.name.startswith("in_use"):
+            if not path.name.startswith(("in_use", PLACE)):
                 remove(path)
+    if is_first and is_own:
+        place: Any = as_place(name_of(folder))
+        delete(place, [name for name in list_files(place) if not name.startswith(OWNERS)])
     distributed.max_over_processes(0)
 
 
@@ -111,6 +119,7 @@ def config_fields(config: TrainConfig) -> dict[str, Any]:
     """Return a configuration as ``config.yaml`` has it: enough to start the same run again."""
     plain = dataclasses.replace(
         config,
+        run_dir=name_of(config.run_dir),
         resume="never",
         resume_with_changes=False,
         overwrite=False,
