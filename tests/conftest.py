@@ -35,6 +35,7 @@ if os.environ.get("JLLAMA_TESTS_TYPED"):
     import typecheck  # noqa: F401 - before jllama; processes of tests run as a user's do
 
 import helpers
+from servers import bucket, gcs, s3  # noqa: F401 - fixtures of all tests
 
 from jllama.system import programs
 
