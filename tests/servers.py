@@ -44,8 +44,9 @@ class Server:
 @contextlib.contextmanager
 def using(server: Server) -> Iterator[Server]:
     """Make the clients of this process find a server, and forget what they know of others."""
+    import fsspec.config
     from fsspec.spec import AbstractFileSystem
-    from huggingface_hub import HfFileSystem, constants
+    from huggingface_hub import constants
 
     def forget() -> None:
         for kind in _all_subclasses(AbstractFileSystem):
@@ -58,7 +59,9 @@ def using(server: Server) -> Iterator[Server]:
             template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
             patch.setattr(constants, "ENDPOINT", server.url)
             patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        HfFileSystem.clear_instance_cache()
+        if "FSSPEC_GCS_TOKEN" in server.environment:  # and so is this
+            options = {"token": server.environment["FSSPEC_GCS_TOKEN"]}
+            patch.setitem(fsspec.config.conf, "gcs", options)
         forget()
         try:
             yield server
@@ -248,7 +251,7 @@ class _HubHandler(_Handler):
                 facts = {"type": "directory", "path": parent.as_posix(), "size": 0, "oid": commit}
                 entries[parent.as_posix()] = facts
         if parts["what"] == "tree":
-            if path and path not in entries:
+            if path and (path not in entries or path in files):
                 return self._refuse("EntryNotFound")
             return self._send_tree([entries[name] for name in sorted(entries)], path)
         if parts["what"] == "paths-info":

@@ -5,6 +5,7 @@ imported for it. A URL is a ``UPath``, which has the same methods. A URL never b
 folder of that name, and never holds credentials, which the libraries find in the environment.
 """
 
+import logging
 import os
 import re
 from pathlib import Path
@@ -21,7 +22,9 @@ else:
 
 PLACE = ".place"
 """A file in a working folder, which is a copy of a run in a bucket: the run's URL."""
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(?:([^/@]*)@)?([^?#]*)(.*)", re.DOTALL)
+# Of a secret with a slash, all is left out up to the last @; a number after a colon is a port.
+_CREDENTIALS = r"(?:[^/@]*|[^/:]*:(?!\d+/)[^?#]*)@"
+_URL = re.compile(rf"([A-Za-z][A-Za-z0-9+.-]+):/+({_CREDENTIALS})?([^?#]*)(.*)", re.DOTALL)
 _EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3"}
 
 
@@ -58,6 +61,7 @@ def as_place(place: "str | os.PathLike[str] | UPath") -> Place:
         return Path("/" + rest)
     # Without this, gcsfs asks for the kind of each bucket first.
     os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it prints a stack for each failure
     extra = _EXTRAS.get(scheme)
     advice = f"install the package of fsspec for {scheme}://"
     if extra:

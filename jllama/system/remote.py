@@ -71,15 +71,29 @@ def patiently(
             # One line, without the parts of URLs that may be credentials.
             reason = re.sub(r"(://)[^/@\s]*@|\?[^\s'\")]*", r"\1", " ".join(str(error).split()))
             reason = f"{type(error).__name__}: {reason[:200]}"
-            is_refused = 400 <= int(getattr(error, "code", None) or 0) < 408
             is_final = isinstance(error, _FINAL) or "Credential" in type(error).__name__
-            if is_refused or is_final or time.monotonic() + pause_s > end_s:
+            is_refused = 300 <= _http_status(error) < 408
+            if is_final or is_refused or time.monotonic() + pause_s > end_s:
                 raise JllamaError(f"{place} cannot be read or written: {reason}") from error
             if count == 0:
                 note = f"note: {place} does not answer ({reason}); trying again"
                 print(f"{note} for up to {PATIENCE_S / 60:.0f} minutes", file=sys.stderr)
         time.sleep(pause_s)
     raise AssertionError("the pauses never end")
+
+
+def _http_status(error: BaseException | None) -> int:
+    """Return the HTTP status in an error of a library, or in what it was raised from; else 0."""
+    if error is None:
+        return 0
+    if str(error).startswith("Forbidden"):  # gcsfs
+        return 403
+    response: Any = getattr(error, "response", None)
+    if isinstance(response, dict):  # botocore
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    else:
+        status = getattr(response, "status_code", None) or getattr(error, "code", None)
+    return status if isinstance(status, int) else _http_status(error.__cause__)
 
 
 def list_files(place: Place) -> dict[str, Facts]:
@@ -97,8 +111,12 @@ def list_files(place: Place) -> dict[str, Facts]:
             for name, stat in sorted(stats.items())
         }
     root = place.fs._strip_protocol(place.path)
-    below: Any = patiently(place, place.fs.find, root, detail=True)
     listed = {}
+    place.fs.invalidate_cache()  # of the hub, which keeps one in any case
+    try:
+        below: Any = patiently(place, place.fs.find, root, detail=True)
+    except FileNotFoundError:  # the bucket
+        return listed
     for path, facts in sorted(below.items()):
         version = next((facts[name] for name in _VERSIONS if facts.get(name)), "")
         name = path[len(root) :].lstrip("/")
