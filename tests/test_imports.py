@@ -43,7 +43,8 @@ ADD_ONS = {
         "models models.build models.capture models.decode_params models.language_model "
         "models.oracle models.presets models.rope_scaling parallel.config parallel.sharding "
         "parallel.shards score.scoring system.devices system.errors system.files system.memory "
-        "system.places system.progress system.web templates.messages templates.template tokenizers.base "
+        "system.places system.progress system.web "
+        "templates.messages templates.template tokenizers.base "
         "training.compiling training.config training.loop training.metrics training.opening "
         "training.plan training.trainable"
     ),

@@ -91,12 +91,16 @@ class RunCheckpoints:
             self._sweep()
 
         # 2) Choose how to store items. In a working folder each process has a part of each
-        # checkpoint, in files of its own.
+        # checkpoint, in files of its own, and waits for no other.
         limits: Any = {"use_compression": False, "save_concurrent_gb": copied_gb}
         processes = ocp.options.MultiprocessingOptions()
         if self.place:
-            processes = ocp.options.MultiprocessingOptions(primary_host=None)
+            index = process_index()
+            processes = ocp.options.MultiprocessingOptions(
+                primary_host=None, active_processes={index}, barrier_sync_key_prefix=str(index)
+            )
             limits |= {"use_ocdbt": False, "multiprocessing_options": processes}
+            self.folder.mkdir(exist_ok=True)
         handlers = {
             "params": ocp.PyTreeCheckpointHandler(**limits),
             "state": ocp.PyTreeCheckpointHandler(**limits),
@@ -116,6 +120,10 @@ class RunCheckpoints:
 
         # 4) Open the folder.
         access: Json = {"cleanup_tmp_directories": True, "todelete_subdir": _UNWANTED}
+        if self.place:
+            access["create"] = False
+            # Done in the background, it counts on the directories of other processes.
+            access["async_options"] = ocp.AsyncOptions(create_directories_asynchronously=False)
         if read_only:
             access = {"read_only": True, "create": False, "save_interval_steps": 0}
         options = ocp.CheckpointManagerOptions(

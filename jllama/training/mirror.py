@@ -34,6 +34,7 @@ from jllama.parallel import distributed
 from jllama.system.files import CHECKPOINTS, Json, cache_folder, remove
 from jllama.system.places import PLACE, as_place
 from jllama.system.remote import delete, download, list_files, patiently, upload
+from jllama.system.stop import Stopped
 
 if TYPE_CHECKING:
     from upath import UPath
@@ -77,10 +78,16 @@ def mirrored(folder: Path, run_dir: str) -> Iterator[None]:
     try:
         distributed.max_over_processes(0)
         mirror = Mirror(folder, place, owner)
+        end_together = True
         try:
             yield
+        except BaseException as error:
+            end_together = isinstance(error, Stopped)
+            raise
         finally:
             mirror.close()
+            if end_together:  # while one copies, the others must stay
+                distributed.max_over_processes(0)
     finally:
         if owner:
             owner.release()
@@ -223,9 +230,13 @@ class Mirror:
 
     def _files(self) -> Json:
         """Return the files that are no checkpoints, with their sizes and times."""
-        hidden = re.compile(rf"{CHECKPOINTS}/|in_use|(.*/)?\.")
-        files = list_files(self.folder)
-        return {name: facts for name, facts in files.items() if not hidden.match(name)}
+        files: Json = {}
+        for path in self.folder.iterdir():
+            if path.name.startswith((".", "in_use", CHECKPOINTS)):
+                continue
+            for name, facts in list_files(path).items():
+                files[f"{path.name}/{name}".rstrip("/")] = facts
+        return files
 
 
 class Owner:
