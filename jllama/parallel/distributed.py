@@ -24,7 +24,7 @@ from jllama.system.stop import exit_now
 
 _SILENT_S = 30
 _ADVICE = "read what each one printed, then start all of them again"
-_GONE = (
+GONE = (
     "error: a process has died, failed, never connected or been silent for "
     f"{_SILENT_S} s: {_ADVICE}"
 )
@@ -32,7 +32,7 @@ _NOT_CONNECTED = "error: not all processes have connected within {} s: " + _ADVI
 _NO_CLUSTER = "JAX finds no cluster here: give distributed.coordinator as HOST:PORT"
 _GONE_SIGNS = r"Gloo|NCCL|[Cc]oordination|[Bb]arrier|UNAVAILABLE"
 """What JAX's errors contain if another process is gone."""
-_abort = {"message": _GONE}
+_abort = {"message": GONE}
 _ON_ABORT = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: exit_now(_abort["message"], 1))
 
 
@@ -65,7 +65,7 @@ def connect_processes(
             yield folder
         except (RuntimeError, ValueError) as error:
             if jax.distributed.is_initialized() and re.search(_GONE_SIGNS, str(error)):
-                exit_now(_GONE, 1)
+                exit_now(GONE, 1)
             raise
 
 
@@ -93,7 +93,7 @@ def _connect(options: DistributedConfig, *address: Any) -> None:
             heartbeat_timeout_seconds=_SILENT_S,
             shutdown_timeout_seconds=_SILENT_S,
         )
-    _abort["message"] = _GONE
+    _abort["message"] = GONE
 
 
 def _find_coordinator(options: DistributedConfig) -> None:

@@ -5,10 +5,9 @@ pause goes to the run's tracker (log, page, loggers, callbacks), keeper (checkpo
 """
 
 import dataclasses
-import functools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
@@ -56,8 +55,7 @@ class Run:
     programs: dict[Any, Any] = dataclasses.field(default_factory=dict)  # by the batch's shape
     planned_bytes: int = 0  # of the largest program
     saved_s: float = dataclasses.field(default_factory=time.perf_counter)  # the last time
-    signals: Sequence[int] = ()  # received by this process
-    stop_signal: int = 0  # known to all processes
+    stopping: Any = None  # an ``Agreement`` with other processes, while steps are taken
 
     @property
     def plan(self) -> Plan:
@@ -72,18 +70,19 @@ def take_steps(run: Run) -> None:
     # What is overdue comes first.
     has_ended = pause(run)
     run.start_s = time.perf_counter()
-    while run.step < options.steps and not (run.stop_signal or has_ended):
+    while run.step < options.steps and not (run.stopping.signal or has_ended):
         take_step(run)
 
-        # Whether to pause.
+        # Whether to pause. Answers of a model are used to the end: a run that goes on has others.
+        if not run.source.is_between:
+            continue
         intervals = options.log_every, *run.plan.intervals.values()
         pauses = run.step == options.steps or any(run.step % every == 0 for every in intervals)
-        # Several processes wait for each other to learn of signals, so they ask less often.
-        if jax.process_count() == 1 or run.step % options.log_every == 0:
-            pauses = is_stopping(run) or is_overdue(run) or pauses
+        if run.stopping.may_ask(run.step):
+            pauses = run.stopping.ask() or is_overdue(run) or pauses
 
         # Log, evaluate, save and sample.
-        if pauses and run.source.is_between:
+        if pauses:
             log(run)
             has_ended = pause(run)
             run.recent = []
@@ -97,12 +96,12 @@ def pause(run: Run) -> bool:
     """
     options = run.plan.options
     tracker = run.tracker
-    if run.num_skipped and not (run.stop_signal or run.step == options.steps):
+    if run.num_skipped and not (run.stopping.signal or run.step == options.steps):
         return False
 
     # 1) Evaluate, and see whether training has ended.
     evaluation = None
-    if is_due(run, METRICS) and not run.stop_signal:
+    if is_due(run, METRICS) and not run.stopping.signal:
         evaluation = evaluate_now(run)
     data_since = run.keeper.meta.get("data_since", 0)
     is_over = is_out_of_patience(run.plan.folder, options.patience, data_since)
@@ -110,12 +109,12 @@ def pause(run: Run) -> bool:
 
     # 2) Save.
     is_validated = evaluation and not options.save_every
-    must_save = is_validated or run.stop_signal or has_ended or is_due(run, CHECKPOINTS)
+    must_save = is_validated or run.stopping.signal or has_ended or is_due(run, CHECKPOINTS)
     if not is_saved(run) and (must_save or is_overdue(run)):
         save(run, evaluation)
 
     # 3) Sample, and draw the page.
-    if is_due(run, SAMPLES) and not run.stop_signal:
+    if is_due(run, SAMPLES) and not run.stopping.signal:
         with tracker.attempt("sampling", run.step):
             run.sample(run)
             run.done[SAMPLES] = run.step
@@ -147,21 +146,14 @@ def is_saved(run: Run) -> bool:
     return run.done.get(CHECKPOINTS, 0) == run.step
 
 
-def is_stopping(run: Run) -> bool:
-    """Return whether any process has a signal; all processes call this at the same steps."""
-    own_signal = run.signals[0] if run.signals else 0
-    run.stop_signal = run.stop_signal or distributed.max_over_processes(own_signal)
-    return run.stop_signal > 0
-
-
-# A step: its batch and program
-
-
 def is_overdue(run: Run) -> bool:
     """Return whether the last checkpoint is older than ``save_minutes`` in some process."""
     limit_s = 60 * run.plan.options.save_minutes
     age_s = time.perf_counter() - run.saved_s
     return limit_s > 0 and distributed.max_over_processes(age_s > limit_s) > 0
+
+
+# A step: its batch and program
 
 
 def take_step(run: Run) -> None:
@@ -324,7 +316,7 @@ def evaluate_now(run: Run) -> Evaluation | None:
     max_tokens = run.plan.options.eval_tokens
     evaluation = None
     with tracker.attempt("evaluating", run.step):
-        evaluation = run.source.evaluate(run.state, max_tokens, functools.partial(is_stopping, run))
+        evaluation = run.source.evaluate(run.state, max_tokens, run.stopping.ask)
     if evaluation is None:
         return None
     for line in run.source.samples:

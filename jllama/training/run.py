@@ -1,11 +1,11 @@
 """``train``: open a run, take its steps, and evaluate the best checkpoint."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 
 from jllama.data.datasets import GZIP, BatchSource
 from jllama.parallel import distributed
+from jllama.parallel.stopping import agree_to_stop
 from jllama.system.errors import shell_command
 from jllama.system.places import name_of
 from jllama.system.progress import progress
@@ -13,7 +13,7 @@ from jllama.system.stop import Stopped, stop_signals
 from jllama.training.checkpointing import restore_state
 from jllama.training.config import TrainConfig
 from jllama.training.events import Callback
-from jllama.training.loop import Run, is_stopping, take_steps
+from jllama.training.loop import Run, take_steps
 from jllama.training.metrics import Evaluation
 from jllama.training.mirror import mirrored, working_folder
 from jllama.training.opening import open_run
@@ -65,7 +65,8 @@ def train(
         final = None
         try:
             with (
-                stop_signals(lambda: f"finishing step {run.step + 1:,} and saving") as run.signals,
+                stop_signals(lambda: f"finishing step {run.step + 1:,} and saving") as signals,
+                agree_to_stop(signals, plan.options.log_every) as run.stopping,
                 progress("", num_steps, console=tracker.console) as tracker.move,
             ):
                 take_steps(run)
@@ -76,7 +77,7 @@ def train(
         if final is None:
             raise Stopped(
                 f"stopped at step {run.step:,} of {num_steps:,}; saved. Go on: {how_to_go_on(run)}",
-                run.stop_signal,
+                run.stopping.signal,
             )
         name = name_of(plan.folder)
         words = words_to_use(name, plan.data.is_chat, plan.options.sample_prompt)
@@ -103,9 +104,9 @@ def evaluate_best(run: Run) -> Evaluation | None:
     tracker.show(run.step, "evaluating")
     best_step = checkpoints.best_step()
     state = run.state
-    if not (run.stop_signal or best_step in (None, run.step)):
+    if not (run.stopping.signal or best_step in (None, run.step)):
         state, _ = restore_state(checkpoints, run.training, best_step, state.base)
-    final = run.source.evaluate(state, 0, functools.partial(is_stopping, run))
+    final = run.source.evaluate(state, 0, run.stopping.ask)
     if final is not None:
         tracker.write(run.step, best_step=best_step, final=dataclasses.asdict(final))
         gzip_bits = run.plan.data.facts().get(GZIP)

@@ -2,6 +2,7 @@
 one sentence.
 """
 
+import json
 import re
 import signal
 import socket
@@ -247,3 +248,157 @@ def test_a_second_process_with_the_same_id(refusal, tmp_path):
         err = refusal("127.0.0.1:9", 1)
     owner = r"process \d+ .* as process_id 1: wait for it, or choose .*"
     assert re.fullmatch(rf"error: .*run is in use by {owner}\n", err)
+
+
+# Stopping between logged steps
+
+RARELY = ("--training.log_every", 1000, "--training.eval_every", 1000, "--training.steps", 60)
+RARELY += ("--training.sample_tokens", 0, "--resume", "auto")
+EVALUATED = ("--training.eval_every", 5, "--training.batch_size", 2, "--training.seq_len", 16)
+SIGNALLED = """
+import math, os, signal, sys, threading, time, types
+from jllama.commands import cli
+from jllama.parallel import stopping
+from jllama.training import loop, sources
+
+def disturb(module, name, is_moment, number=signal.SIGTERM):
+    original = getattr(module, name)
+    def function(*arguments):
+        if is_moment(*arguments):
+            os.kill(os.getpid(), number)
+        return original(*arguments)
+    setattr(module, name, function)
+
+def wait(run):
+    while run.stopping._agreed_step == math.inf:
+        time.sleep(0.01)
+
+class Lock:
+    def __enter__(self):
+        if threading.current_thread() is not threading.main_thread():
+            print("agreeing", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), number)
+    def __exit__(self, *_):
+        pass
+
+moment = os.environ.get("MOMENT")
+if moment == "step":
+    disturb(loop, "take_step", lambda run: run.step == 30)
+elif moment == "compiling":
+    disturb(loop, "compile_fitting", lambda *_: True)
+elif moment == "evaluation":
+    calls = []
+    disturb(sources, "put_on_devices", lambda *_: calls.append(1) or len(calls) == 2)
+elif moment in ("SIGKILL", "SIGSTOP"):
+    number = getattr(signal, moment)
+    stopping.threading = types.SimpleNamespace(Lock=Lock, Thread=threading.Thread)
+elif moment:
+    disturb(loop, "take_step", lambda run: run.step == int(moment) and wait(run))
+sys.exit(cli.run("train", sys.argv[1:]))
+"""
+"""A process that gets a signal at a moment; or one that dies or falls silent when it shall agree, or
+whose main thread waits after a step until its other thread has agreed.
+"""
+
+
+@pytest.fixture
+def signalled(workshop, tmp_path):
+    """A run of two processes, each with its moment or none."""
+
+    def begin(run, moments, *options):
+        (tmp_path / "signalled.py").write_text(SIGNALLED)
+        address = f"127.0.0.1:{free_port()}"
+        return [
+            workshop.start(
+                tmp_path / "signalled.py",
+                *workshop.options(run, *RARELY, *options, *meeting(2, index, address)),
+                MOMENT=moment,
+            )
+            for index, moment in enumerate(moments)
+        ]
+
+    return begin
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(workshop, tmp_path_factory):
+    """The folder of a run of two processes that nothing has disturbed."""
+    run = tmp_path_factory.mktemp("uninterrupted") / "run"
+    address = f"127.0.0.1:{free_port()}"
+    started = [workshop.train(run, *RARELY, *meeting(2, index, address)) for index in (0, 1)]
+    done = [workshop.finish(process) for process in started]
+    assert [process.code for process in done] == [0, 0], done[0].err
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("moments", "first", "last"),
+    [
+        (["32", "step"], 32, 33),
+        (["step", "32"], 32, 33),
+        (["step", "step"], 32, 32),
+        (["2", "compiling"], 2, 3),
+        (["compiling", "compiling"], 2, 2),
+    ],
+)
+def test_a_signal_between_logged_steps(
+    uninterrupted, signalled, workshop, read_run, tmp_path, moments, first, last
+):
+    """Every process ends a step or two later, saved, and the run that goes on is the same."""
+    run = tmp_path / "run"
+    done = [workshop.finish(process) for process in signalled(run, moments)]
+    assert [process.code for process in done] == [128 + signal.SIGTERM] * 2, done[0].err
+    (stopped,) = read_run.steps(run)
+    assert first <= stopped <= last
+    for process, moment in zip(done, moments, strict=True):
+        assert f"stopped at step {stopped} of 60; saved. " in last_line(process.err)
+        assert ("SIGTERM: finishing step" in process.err) == (not moment.isdigit())
+
+    done = [workshop.finish(process) for process in signalled(run, ["", ""])]
+    assert [process.code for process in done] == [0, 0], done[0].err
+    actual, expected = (
+        json.loads((folder / "receipt.json").read_text())["weights"]["60"]
+        for folder in (run, uninterrupted)
+    )
+    assert actual == expected  # sums of all bits
+    assert read_run.lines(run)[-1] == read_run.lines(uninterrupted)[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moments", [["", "evaluation"], ["evaluation", "evaluation"]])
+def test_a_signal_while_evaluating(signalled, workshop, read_run, tmp_path, moments):
+    """The evaluation is left, and its step saved."""
+    run = tmp_path / "run"
+    done = [workshop.finish(process) for process in signalled(run, moments, *EVALUATED)]
+    assert [process.code for process in done] == [128 + signal.SIGTERM] * 2, done[0].err
+    assert read_run.steps(run) == [5]
+    assert all("stopped at step 5 of 60; saved. " in last_line(process.err) for process in done)
+    assert not [line for line in read_run.lines(run) if "validation_loss" in line]
+
+
+@pytest.mark.slow
+def test_a_second_signal_while_processes_agree(signalled, workshop, tmp_path):
+    """The other process has fallen silent, so they never agree; the user's process ends at once."""
+    silent, process = signalled(tmp_path / "run", ["SIGSTOP", "step"])
+    try:
+        assert any(line == "agreeing\n" for line in silent.stderr)
+        time.sleep(1.1)  # an earlier signal is the same one
+        process.send_signal(signal.SIGTERM)
+        done = workshop.finish(process)
+    finally:
+        silent.kill()
+        silent.communicate()
+    assert done.code == 128 + signal.SIGTERM
+    assert last_line(done.err) == "stopped at once; the last checkpoint stays as it was"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dying", [0, 1])
+def test_a_process_that_dies_while_they_agree(signalled, workshop, tmp_path, dying):
+    moments = ["step", "step"]
+    moments[dying] = "SIGKILL"
+    done = [workshop.finish(process) for process in signalled(tmp_path / "run", moments)]
+    assert done[dying].code == -signal.SIGKILL
+    assert done[1 - dying].code == 1
+    assert last_line(done[1 - dying].err).startswith(GONE)

@@ -4,7 +4,9 @@ says nothing does, and that a run is the same again, whole or resumed.
 
 import dataclasses
 import math
+import os
 import shutil
+import signal
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +27,8 @@ from jllama.generation import engine
 from jllama.models.config import LoraConfig
 from jllama.rl import Scorer, rollouts
 from jllama.rl.rollouts import Rollouts, Sample
+from jllama.system.stop import Stopped
+from jllama.training import loop
 from jllama.training.compiling import Training
 from jllama.training.plan import decide
 
@@ -144,6 +148,26 @@ def test_several_updates_are_from_the_same_answers(updates):
     assert all(record["ratio_change"] > 1e-4 for record in figures)
     assert figures[0]["kl"] > 0
     assert figures[0]["kl"] < figures[1]["kl"]
+
+
+def test_a_stop_waits_for_the_last_update_from_the_same_answers(updates, tmp_path, monkeypatch):
+    """So a checkpoint is never between the two, and the run that goes on is the same."""
+    rewarded.prepare(tmp_path)
+    take_step = loop.take_step
+
+    def take_first_step(run):
+        take_step(run)
+        if run.step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "take_step", take_first_step)
+        with pytest.raises(Stopped, match="stopped at step 2 of 4; saved"):
+            train(tmp_path, "run", **UPDATES)
+    run = tmp_path / "run"
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["2"]
+    train(tmp_path, "run", resume="auto", **UPDATES)
+    assert_same_bits(arrays(run, 4), arrays(updates, 4))
 
 
 CHANGES = """
