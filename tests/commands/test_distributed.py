@@ -296,8 +296,8 @@ elif moment:
     disturb(loop, "take_step", lambda run: run.step == int(moment) and wait(run))
 sys.exit(cli.run("train", sys.argv[1:]))
 """
-"""A process that gets a signal at a moment; or one that dies or falls silent when it shall agree, or
-whose main thread waits after a step until its other thread has agreed.
+"""A process that gets a signal at a moment, dies or falls silent when it shall agree, or waits
+after a step in its main thread until the other thread has agreed.
 """
 
 
