@@ -3,15 +3,20 @@
     python benchmarks/kill_runs.py --kills 40
     python benchmarks/kill_runs.py --kills 10 --lora
     python benchmarks/kill_runs.py --kills 20 --rewards
+    python benchmarks/kill_runs.py --kills 20 --bucket gs --faults 0.05
 
 Half of the kills (``SIGKILL``) come at a random moment, half within half a second after a save
 begins. Every bit of the last checkpoint's parameters and optimizer state must be equal, and every
 line of the loss curve. Every checkpoint that is listed after a kill must be readable. With
 ``--lora``, adapters of a small random model learn from chats. With ``--rewards``, all weights of it
-learn from rewards, held near the weights they began from (``kl``), with two updates a step.
+learn from rewards, held near the weights they began from (``kl``), with two updates a step. With
+``--bucket``, the runs are in a bucket of a server on this machine (``gs`` or ``s3``), of which
+``--faults`` is the share of requests that meet a 500, 503 or 429, a lost connection, or an answer
+that is cut or late; needs ``pip install -e '.[dev]'``.
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -29,7 +34,12 @@ import orbax.checkpoint as ocp
 import yaml
 
 from jllama import LanguageModel, LlamaConfig, initial_params, load, save
+from jllama.system.places import as_place
+from jllama.system.remote import fetch, list_files
 from jllama.tokenizers.base import BytesTokenizer
+from jllama.training.mirror import working_folder
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 STEPS = 60
 SETTINGS: dict[str, Any] = {
@@ -112,7 +122,7 @@ def prepare_rewards(folder: Path, rng: random.Random) -> None:
     )
 
 
-def start(folder: Path, run: Path) -> subprocess.Popen:
+def start(folder: Path, run: str) -> subprocess.Popen:
     command = [
         sys.executable,
         "-m",
@@ -121,7 +131,7 @@ def start(folder: Path, run: Path) -> subprocess.Popen:
         "--config",
         str(folder / "run.yaml"),
         "--run_dir",
-        str(run),
+        run,
     ]
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
@@ -138,8 +148,9 @@ def start(folder: Path, run: Path) -> subprocess.Popen:
     )
 
 
-def result(run: Path) -> tuple[str, str]:
+def result(place: str) -> tuple[str, str]:
     """Return hashes of the last checkpoint's arrays and of the loss curve."""
+    run = fetch(as_place(place)).absolute()
     arrays = hashlib.sha256()
     with ocp.StandardCheckpointer() as reader:
         for item in ("params", "state"):
@@ -153,21 +164,22 @@ def result(run: Path) -> tuple[str, str]:
     return arrays.hexdigest(), hashlib.sha256(json.dumps(sorted(curve)).encode()).hexdigest()
 
 
-def listed(run: Path) -> list[int]:
-    folder = run / "checkpoints"
-    return (
-        sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
-        if folder.is_dir()
-        else []
-    )
+def listed(run: str) -> list[int]:
+    """The steps whose checkpoints are complete."""
+    names = list_files(as_place(run) / "checkpoints")
+    mark = "_CHECKPOINT_METADATA" if isinstance(as_place(run), Path) else "complete.json"
+    steps = [name.partition("/") for name in names]
+    return sorted(int(step) for step, _, name in steps if step.isdigit() and name == mark)
 
 
-def kill(process: subprocess.Popen, run: Path, rng: random.Random) -> bool:
+def kill(process: subprocess.Popen, run: str, rng: random.Random) -> bool:
     """Kill a process at a random moment or during a save; return False if it ended before."""
+    folder = working_folder(run, 0)
+    patterns = ("checkpoints/*.orbax-checkpoint-tmp*", ".uploading/*")
     if rng.random() < 0.5:
-        time.sleep(rng.uniform(0, 8))
+        time.sleep(rng.uniform(0, 12))
     else:
-        while process.poll() is None and not list(run.glob("checkpoints/*.orbax-checkpoint-tmp*")):
+        while process.poll() is None and not any(map(list, map(folder.glob, patterns))):
             time.sleep(0.001)
         time.sleep(rng.choice([0, rng.uniform(0, 0.05), rng.uniform(0, 0.5)]))
     process.kill()
@@ -183,10 +195,24 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--rewards", action="store_true")
+    parser.add_argument("--bucket", choices=("gs", "s3"))
+    parser.add_argument("--faults", type=float, default=0.0)
     options = parser.parse_args()
     rng = random.Random(options.seed)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        os.environ["JLLAMA_CACHE"] = str(folder / "cache")
+        place, proxy = str(folder), None
+        if options.bucket:
+            import servers
+
+            server = stack.enter_context(
+                servers.gcs_server() if options.bucket == "gs" else servers.s3_server()
+            )
+            faults = servers.Faults(rate=options.faults, seed=options.seed, slow_s=0.5)
+            proxy = stack.enter_context(servers.faulty_proxy(server, faults))
+            stack.enter_context(servers.using(proxy))
+            place = f"{options.bucket}://{servers.BUCKET}"
         prepare = prepare_text
         if options.lora:
             prepare = prepare_chats
@@ -194,15 +220,15 @@ def main() -> int:
             prepare = prepare_rewards
         prepare(folder, rng)
         (folder / "run.yaml").write_text(yaml.safe_dump(SETTINGS))
-        peace = start(folder, folder / "peace")
+        peace = start(folder, str(folder / "peace"))
         _, err = peace.communicate()
         assert peace.returncode == 0, err
-        expected = result(folder / "peace")
+        expected = result(str(folder / "peace"))
 
         kills = ends = failures = unreadable = different = left = 0
         while kills < options.kills:
             ends += 1
-            run = folder / f"run{ends}"
+            run = f"{place}/run{ends}"
             finished = False
             while not finished and kills < options.kills:
                 finished = not kill(start(folder, run), run, rng)
@@ -216,13 +242,14 @@ def main() -> int:
             last = start(folder, run)
             _, err = last.communicate()
             failures += last.returncode != 0 or "Traceback" in err
-            left += len(
-                [path for path in (run / "checkpoints").iterdir() if not path.name.isdigit()]
-            )
+            names = list_files(as_place(run) / "checkpoints")
+            left += len({name.partition("/")[0] for name in names} - set(map(str, listed(run))))
             if result(run) != expected:
                 different += 1
                 print(f"run {ends}: another end: {result(run)} instead of {expected}")
             print(f"{kills} kills, {ends} runs", flush=True)
+    if proxy:
+        print(f"{len(proxy.requests):,} requests, faults injected: {dict(proxy.injected)}")
     print(
         f"{kills} kills in {ends} runs of {STEPS} steps: {failures} could not be resumed, "
         f"{unreadable} checkpoints listed but not readable, {left} left-overs, "

@@ -1,6 +1,7 @@
 """``train``: open a run, take its steps, and evaluate the best checkpoint."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 from jllama.data.datasets import GZIP, BatchSource
