@@ -14,6 +14,7 @@ import itertools
 import math
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 from jax._src.distributed import global_state  # the coordinator has no public interface
@@ -59,11 +60,12 @@ class Agreement:
 
     def announce(self, reason: str) -> None:
         """Wake the threads of all processes, if no process has done so before."""
+        client: Any = global_state.client
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            global_state.client.key_value_set(f"{self._name}/reason", reason)
+            client.key_value_set(f"{self._name}/reason", reason)
 
     def _agree(self) -> None:
-        client = global_state.client
+        client: Any = global_state.client
         try:
             if client.blocking_key_value_get(f"{self._name}/reason", _FOREVER_MS) == "end":
                 return
