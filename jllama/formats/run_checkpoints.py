@@ -33,6 +33,7 @@ from jllama.formats.receipt import (
     fingerprint_of_parts,
     read_receipt,
 )
+from jllama.formats.run import link_checkpoints
 from jllama.formats.tensors import (
     FileTensor,
     LazyTensor,
@@ -181,6 +182,8 @@ class RunCheckpoints:
             self._manager.check_for_errors()
         except Exception as error:
             raise self._save_error(error) from error
+        if self.place:
+            link_checkpoints(self.folder.parent)  # before the next one takes their place
         self._sweep()
 
     def _sweep(self) -> None:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from jllama.core import JllamaError
-from jllama.formats.run import COMPLETE, OWNERS, STEP_FILE, committed
+from jllama.formats.run import COMPLETE, COPIES, OWNERS, STEP_FILE, committed, link_checkpoints
 from jllama.parallel import distributed
 from jllama.system.files import CHECKPOINTS, Json, cache_folder, remove
 from jllama.system.places import PLACE, as_place
@@ -46,7 +46,6 @@ BEAT_S = 15.0
 """How often an owner shows that it is alive."""
 STALE_S = 60.0
 """How long an owner may show nothing before another process takes the run over."""
-_COPIES = ".uploading"
 _ARRAYS = re.compile(rf"{CHECKPOINTS}/\d+/(params|state)/")
 
 
@@ -115,7 +114,8 @@ class Mirror:
         needed = [name for name in whole if not name.startswith(OWNERS) and not _ARRAYS.match(name)]
         download(place, folder, {name: whole[name] for name in needed})
         (folder / PLACE).write_text(str(place))
-        self.steps = self._local_steps()
+        self.steps = {step[1] for step in map(STEP_FILE.match, whole) if step}
+        (folder / COPIES).mkdir()
         self.copied = self._files()
         if owner:
             matches = [step for step in map(STEP_FILE.match, files) if step]
@@ -140,7 +140,7 @@ class Mirror:
             while True:
                 ends = self._ends.wait(0.5)
                 begin_s = time.monotonic()
-                if ends or self._local_steps() != self.steps or begin_s > due_s:
+                if ends or self._linked_steps() or begin_s > due_s:
                     self._copy()
                     now_s = time.monotonic()
                     due_s = now_s + max(EVERY_S, 10 * (now_s - begin_s))
@@ -155,46 +155,36 @@ class Mirror:
 
     def _copy(self) -> None:
         """Copy new checkpoints and changed files, and delete what is no longer here."""
-        for step, identity in sorted(self._local_steps().items(), key=lambda entry: int(entry[0])):
-            if self.steps.get(step) != identity and self._copy_checkpoint(step):
-                self.steps[step] = identity
+        for step in self._linked_steps():
+            self._copy_checkpoint(str(step))
+            self.steps.add(str(step))
         if self.owner:
             self.owner.check()
             self._copy_files()
-        for step in self.steps.keys() - self._local_steps().keys():
+        saved = {path.name for path in (self.folder / CHECKPOINTS).glob("*")}
+        if self._linked_steps() or not saved.intersection(self.steps):
+            return  # there must always be a complete one
+        for step in self.steps - saved:
             if self.owner:
                 place = self.place / CHECKPOINTS / step
                 delete(place, [COMPLETE])
                 delete(place, list_files(place))
-            del self.steps[step]
+            self.steps.remove(step)
 
-    def _local_steps(self) -> dict[str, int]:
-        """Return the steps that are saved here, with what tells two of one number apart."""
-        folder = self.folder / CHECKPOINTS
-        steps = {}
-        for path in folder.glob("*"):
-            with contextlib.suppress(FileNotFoundError):
-                if path.name.isdecimal():
-                    steps[path.name] = path.stat().st_ino
-        return steps
+    def _linked_steps(self) -> list[int]:
+        """Return the steps that are saved here and not in the bucket, oldest first."""
+        link_checkpoints(self.folder)
+        return sorted(
+            int(path.name) for path in (self.folder / COPIES).glob("*") if path.name.isdecimal()
+        )
 
-    def _copy_checkpoint(self, step: str) -> bool:
-        """Copy this process's part of a checkpoint; as the owner, make it complete.
-
-        Return False if it has been deleted here meanwhile.
-        """
-        # Links, since the step may be deleted here meanwhile.
-        copy = self.folder / _COPIES / step
-        try:
-            shutil.copytree(self.folder / CHECKPOINTS / step, copy, copy_function=os.link)
-        except (OSError, shutil.Error):
-            remove(self.folder / _COPIES)
-            return False
+    def _copy_checkpoint(self, step: str) -> None:
+        """Copy this process's part of a checkpoint; as the owner, make it complete."""
+        copy = self.folder / COPIES / step
         target = self.place / CHECKPOINTS / step
         index = jax.process_index()
         names = [name for name in list_files(copy) if index == 0 or name.count("/") > 1]
         upload(copy, target, names)
-        remove(copy)
         if index:
             patiently(target, target.fs.pipe_file, f"{target.path}/part.{index}", b"")
         else:
@@ -204,7 +194,9 @@ class Mirror:
             self.owner.check()
             content = json.dumps({"step": int(step), "processes": jax.process_count()})
             patiently(target, target.fs.pipe_file, f"{target.path}/{COMPLETE}", content.encode())
-        return True
+        with contextlib.suppress(OSError):  # it is no longer here
+            (self.folder / CHECKPOINTS / step / COMPLETE).touch()
+        remove(copy)
 
     def _wait_for_parts(self, target: "UPath") -> None:
         """Wait until the other processes have copied their parts."""
@@ -216,7 +208,7 @@ class Mirror:
         """Copy the files that have changed, and delete those that are gone."""
         files = self._files()
         changed = [name for name, facts in files.items() if self.copied.get(name) != facts]
-        copies = self.folder / _COPIES
+        copies = self.folder / COPIES / "files"
         for name in changed:
             # A copy, since a log may grow meanwhile.
             (copies / name).parent.mkdir(parents=True, exist_ok=True)
