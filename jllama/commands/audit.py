@@ -39,7 +39,8 @@ def main(argv: list[str], prog: str) -> int:
     numbers = re.fullmatch(r"(\d+):(\d+)", options.steps)
     if not numbers:
         raise UsageError(f"steps is {options.steps!r}; it must be FIRST:LAST, such as 100:110")
-    from jllama.formats.run import committed, recognizes
+    from jllama.formats.bucket import committed
+    from jllama.formats.run import recognizes
 
     folder = fetch(as_place(options.run), committed)
     if not recognizes(folder):

@@ -45,7 +45,7 @@ COMMANDS = {
     "verify": "compare jllama, or a checkpoint, with the NumPy reference",
     "report": "write a page about one or several runs, or send their metrics to a logger",
     "eval": "measure how well a model predicts text or solves tasks",
-    "data": "show which tokens of a chat file a model learns from",
+    "data": "show what a model learns from a chat file, or tokenize texts once",
     "bench": "measure training, generation and start-up, beside limits and peers",
     "plan": "predict memory and speed on TPUs or GPUs that are not present",
     "doctor": "show versions and devices, and run self-checks",

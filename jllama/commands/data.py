@@ -1,4 +1,4 @@
-"""``jllama data``: show which tokens of a chat file a model learns from, or write a small task."""
+"""``jllama data``: show what a model learns from a chat file, or tokenize texts once."""
 
 import collections
 import dataclasses
@@ -14,29 +14,41 @@ from rich.text import Text
 from jllama.commands.cli import parse
 from jllama.commands.terminal import CONTROLS
 from jllama.core import check_fields
+from jllama.data.config import DataConfig
 from jllama.data.sums import write_sums
 from jllama.system.errors import no_tokenizer
+from jllama.system.places import as_place
 from jllama.system.progress import progress
 
 if TYPE_CHECKING:
     from jllama.tokenizers.base import Tokenizer
+
+_COMMON = (
+    "model chat_template fields count seq_len json process data.text_field data.bad_rows "
+    "data.tokenizer data.validation_fraction"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataOptions:
     """Show how training tokenizes a chat file; the tokens that a model learns from are green.
 
-    Or write the sums of docs/rewards.md: texts for a base, and prompts for rewards.
+    Or write the tokens of a corpus, to train from as a stream. Or write the sums of
+    docs/rewards.md: texts for a base, and prompts for rewards.
 
     Examples:
         show chat.jsonl --model smollm2/
         show chats/ --model model.gguf --seq_len 512 --json
+        tokenize gs://bucket/texts gs://bucket/tokens --data.tokenizer smollm2/ --process 0/4
         sums my_sums/
 
     Args:
-        action: show, or sums.
+        action: show, tokenize or sums.
         path: a .jsonl or Parquet file, packed or not, or a folder or a glob of such files; for
-            sums the folder to write.
+            tokenize any text; for sums the folder to write.
+        target: where tokenize writes: a folder or a URL. What is complete there stays.
+        process: the shards that tokenize writes, as I/N: every N-th one from I on.
+        data: how tokenize reads text, as options of training.
         model: the checkpoint to train, in any format. Its tokenizer and chat template are read,
             its weights are not.
         chat_template: a chat template in place of the checkpoint's own: a file, or llama2, llama3,
@@ -48,8 +60,11 @@ class DataOptions:
         json: print JSON: an object for each conversation that is shown, and one with the totals.
     """
 
-    action: Literal["show", "sums"]
+    action: Literal["show", "tokenize", "sums"]
     path: str
+    target: str = ""
+    process: str = "0/1"
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
     model: str = ""
     chat_template: str = ""
     fields: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -61,13 +76,25 @@ class DataOptions:
         check_fields(self, "", "count seq_len", lambda value: value >= 0, "0 or more")
         if self.action == "show":
             check_fields(self, "", "model", bool, "the checkpoint to train")
+        if self.action == "tokenize":
+            check_fields(self, "", "target", bool, "the folder or URL to write")
+        index, _, count = self.process.partition("/")
+        is_share = index.isdigit() and count.isdigit() and int(index) < int(count)
+        check_fields(self, "", "process", lambda _: is_share, "as 0/4, 1/4, 2/4 and 3/4 of four")
 
 
 def main(argv: list[str], prog: str) -> int:
     """Tokenize every conversation as training does, show some, and count the tokens of all."""
-    options = parse(DataOptions, argv, prog, ("action", "path"))
+    options = parse(DataOptions, argv, prog, ("action", "path", "target"), _COMMON)
     if options.action == "sums":
         write_sums(Path(options.path))
+        return 0
+    if options.action == "tokenize":
+        from jllama.data.token_shards import tokenize_shards
+
+        config = dataclasses.replace(options.data, path=options.path)
+        index, count = map(int, options.process.split("/"))
+        tokenize_shards(config, as_place(options.target), index, count)
         return 0
     from jllama.data.chats import TOO_LONG_NOTE, read_records, record_tokens
     from jllama.data.corpus import Findings, corpus_files

@@ -31,7 +31,8 @@ class ReportOptions:
 def main(argv: list[str], prog: str) -> int:
     """Write the page, and replay the metrics if a logger is named."""
     options = parse(ReportOptions, argv, prog, ("runs",))
-    from jllama.formats.run import read_config, without_checkpoints
+    from jllama.formats.bucket import without_checkpoints
+    from jllama.formats.run import read_config
     from jllama.system.files import METRICS, check_writable, errors_as, read_lines
     from jllama.system.places import as_place
     from jllama.system.remote import fetch

@@ -16,22 +16,24 @@ from jllama.data.batches import ChatTokens
 from jllama.data.config import DataConfig
 from jllama.data.corpus import (
     FAIL_FAST,
+    Files,
     Findings,
     corpus_files,
+    encode_rest,
     has_rows,
+    hash_fraction,
     read_rows,
     write_cached,
 )
 from jllama.data.datasets import ChatDataset
 from jllama.data.tokens import (
     cache_dir,
-    encode_rest,
     file_stats,
-    hash_fraction,
     held_out_limit,
     sha256,
 )
 from jllama.system.files import errors_as
+from jllama.system.places import Place
 from jllama.system.progress import progress
 from jllama.templates.messages import conversation_tokens, openai_messages
 from jllama.tokenizers.base import Tokenizer
@@ -95,16 +97,17 @@ def data_task(config: DataConfig) -> str:
         next(
             read_rows(path, [], lambda _, names: types.update(names), findings, config.fields), None
         )
-    if config.text_field in types and not config.mixture:
+    is_mixture = bool(config.mixture) and not config.stream
+    if config.text_field in types and not is_mixture:
         return "text"
     if types.keys() >= set(PAIR):
         return "preference"
     is_chat = any(types.keys() >= set(form) for form in FORMS[1:-1])
-    return "chat" if config.mixture or is_chat else "text"
+    return "chat" if is_mixture or is_chat else "text"
 
 
 def read_records(
-    files: Iterable[Path],
+    files: Iterable[Place],
     forms: Sequence[Form] = FORMS,
     findings: Findings = FAIL_FAST,
     new_names: Mapping[str, str] = MappingProxyType({}),
@@ -434,7 +437,7 @@ def prepare_chats(
 
 def _write_chats(
     folder: Path,
-    sources: dict[str, dict[str, Path]],
+    sources: dict[str, Files],
     forms: Sequence[Form],
     config: DataConfig,
     tokenizer: Tokenizer,

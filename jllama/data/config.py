@@ -5,7 +5,7 @@ import functools
 from typing import Literal
 
 from jllama.core import check_fields
-from jllama.system.places import local_path
+from jllama.system.places import as_place, local_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,9 +13,12 @@ class DataConfig:
     """The corpus, its tokenizer and its split.
 
     Args:
-        path: a file, folder or glob of text, ``.jsonl`` or Parquet, compressed or not; or
+        path: a file, folder, glob or URL of text, ``.jsonl`` or Parquet, compressed or not; or
             ``stdlib``, ``tinyshakespeare`` (downloaded) or ``persona`` (chats).
-        mixture: chats from several paths, in place of ``path``: the share of each that is drawn.
+        mixture: chats, or streams of text, from several paths, in place of ``path``: the share of
+            each that is drawn.
+        stream: read text as a stream, shard by shard, instead of tokenizing all of it first. Text
+            at a URL is always read so.
         task: learn all of a ``text``, the answers of a ``chat``, or a ``preference`` between two
             answers; ``auto`` decides by the fields of the first record.
         text_field: the field of each ``.jsonl`` object, or the column of a Parquet file, that holds
@@ -46,6 +49,7 @@ class DataConfig:
 
     path: str = "stdlib"
     mixture: dict[str, float] = dataclasses.field(default_factory=dict)
+    stream: bool = False
     task: Literal["auto", "text", "chat", "preference"] = "auto"
     text_field: str = "text"
     fields: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -63,8 +67,9 @@ class DataConfig:
     def __post_init__(self) -> None:
         check = functools.partial(check_fields, self, "data.")
         check("path text_field tokenizer encoding", bool, "given, or left out for its default")
-        for place in (self.path, self.tokenizer, self.cache_dir, *self.mixture):
-            local_path(place)
+        for place in (self.path, self.tokenizer, *self.mixture):
+            as_place(place)
+        local_path(self.cache_dir)
         check(
             "vocab_size",
             lambda size: size >= 260,
@@ -88,6 +93,6 @@ class DataConfig:
             )
             check(
                 "task",
-                lambda task: task != "text",
-                "chat or preference, as data.mixture is of chats",
+                lambda task: task != "text" or self.stream,
+                "chat or preference, as data.mixture is of chats unless data.stream is true",
             )

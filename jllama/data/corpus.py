@@ -1,16 +1,20 @@
 """Files of a corpus, and the documents in them.
 
 A file holds one document, or one in each line of JSON Lines, or one in each row of Parquet. No
-document is ever whole in memory: it is read in chunks, as often as its chunks are requested.
+document is ever whole in memory: it is read in chunks, as often as its chunks are requested. A file
+is at a local path or at a URL, which is read by ranges.
 """
 
 import codecs
+import collections
 import contextlib
+import dataclasses
 import functools
 import glob
 import gzip
 import hashlib
 import importlib
+import io
 import itertools
 import json
 import os
@@ -26,6 +30,9 @@ from typing import Any, Literal
 
 from jllama.core import JllamaError
 from jllama.system.files import atomic_write, errors_as
+from jllama.system.places import Place, as_place
+from jllama.system.remote import list_files, patiently
+from jllama.tokenizers.base import Tokenizer
 
 STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "lib2to3", "__pycache__"}
 SHAKESPEARE_URL = (
@@ -37,6 +44,8 @@ CHUNK = 1 << 18  # characters
 LONGEST_CHUNK = 1 << 20  # characters, if there is no place to cut
 LONGEST_LINE = 1 << 28  # bytes of a line of JSON, or of an array, which is in memory as a whole
 MAX_NAMED = 20  # rows and files that an error names
+RANGE_BYTES = 1 << 21  # what a request reads of a URL
+FIRST_RANGE_BYTES = 1 << 16  # the same at its beginning, where the kind of the file shows
 CUTS = (re.compile(r".*\S\n(?=\S)", re.DOTALL), re.compile(r".*[^\W\d_](?= [^\W\d_])", re.DOTALL))
 """Where a chunk may end: after a line that no white space follows, else after a word that one space
 follows."""
@@ -111,20 +120,53 @@ class Findings:
 FAIL_FAST = Findings()
 
 
-def corpus_files(path: str, cache_dir: Path, follow_links: bool = False) -> dict[str, Path]:
+class Files(dict[str, Place]):
+    """The files of a corpus by their name within it.
+
+    ``listed`` has the size and a version of each file at a URL, from the listing that found it.
+    """
+
+    listed: Mapping[str, tuple[int, str]] = MappingProxyType({})
+
+
+@dataclasses.dataclass
+class Cursor:
+    """How far a file has been read.
+
+    Attributes:
+        seek: where reading begins: a row group of Parquet, or the byte at which a frame of
+            Zstandard begins; else 0.
+        skip: what has been read from there on: rows of Parquet, else bytes of what the file holds
+            uncompressed, or characters of a text that is not UTF-8.
+        number: the rows, lines or elements of the file that have been read.
+    """
+
+    seek: int = 0
+    skip: int = 0
+    number: int = 0
+
+
+def corpus_files(path: str, cache_dir: Path, follow_links: bool = False) -> Files:
     """Return the files of a corpus by their name within it, sorted.
 
     Args:
         path: ``stdlib``, ``tinyshakespeare`` (downloaded into ``cache_dir`` if missing),
-            ``persona``, a file, a folder (every file below it that is not hidden) or a glob.
+            ``persona``, a file, a folder (every file below it that is not hidden) or a glob; these
+            three may be at a URL, where one listing finds all files.
         cache_dir: the folder for downloads.
         follow_links: allow links that lead out of a folder.
 
     Raises:
         JllamaError: there is no file, or a link leads out of the folder.
     """
+    place = as_place(path)
     root = Path(path).expanduser()
-    if path == "stdlib":
+    listed: dict[str, tuple[int, str]] = {}
+    if not isinstance(place, Path):
+        place, listed = _listing(place)
+        files = {name or place.name: place / name if name else place for name in listed}
+        listed = dict(zip(files, listed.values(), strict=True))
+    elif path == "stdlib":
         below = _walk(Path(sysconfig.get_paths()["stdlib"]), STDLIB_LEFT_OUT)
         files = {name: file for name, file in below if file.suffix == ".py"}
     elif path == "tinyshakespeare":
@@ -147,7 +189,32 @@ def corpus_files(path: str, cache_dir: Path, follow_links: bool = False) -> dict
     if not files:
         advice = "give stdlib, tinyshakespeare, persona, or an existing file, folder or glob"
         raise JllamaError(f"data.path {path!r} has no files: {advice}")
-    return dict(sorted(files.items()))
+    result = Files(sorted(files.items()))
+    result.listed = listed
+    return result
+
+
+def _listing(place: Any) -> tuple[Place, dict[str, tuple[int, str]]]:
+    """Return a URL, and the sizes and versions of the files below it that are not hidden.
+
+    The URL of a glob ends before its first pattern; the files are those that match.
+    """
+    parts = place.path.split("/")
+    is_pattern = [glob.has_magic(part) for part in parts]
+    matches = re.compile("").match
+    if any(is_pattern):
+        from fsspec.utils import glob_translate
+
+        first = is_pattern.index(True)
+        matches = re.compile(glob_translate("/".join(parts[first:]))).match
+        for _ in parts[first:]:
+            place = place.parent
+    listed = {
+        name: facts
+        for name, facts in list_files(place).items()
+        if matches(name) and not any(part.startswith(".") for part in name.split("/"))
+    }
+    return place, listed
 
 
 def _walk(root: Path, left_out: Collection[str] = ()) -> Iterator[tuple[str, Path]]:
@@ -166,7 +233,7 @@ def _walk(root: Path, left_out: Collection[str] = ()) -> Iterator[tuple[str, Pat
 
 
 def read_corpus(
-    files: Iterable[Path],
+    files: Iterable[Place],
     text_field: str = "text",
     encoding: str = "utf-8",
     findings: Findings = FAIL_FAST,
@@ -181,7 +248,6 @@ def read_corpus(
         JllamaError: a file is not text of that encoding, also while a document is read; or
             ``findings`` collects this.
     """
-    check = functools.partial(_check_text, text_field)
     for path in files:
         with findings.collect():
             if not has_rows(path):
@@ -189,28 +255,55 @@ def read_corpus(
                 if sum(map(len, _decode_file(path, encoding))):
                     yield lambda path=path: cut_chunks(_decode_file(path, encoding))
                 continue
-            for place, fields in read_rows(path, [text_field], check, findings):
-                text = fields[text_field] or ""
-                problem = f"{place} is not a JSON object"
-                with findings.collect(), errors_as(problem, UnicodeEncodeError):
-                    text.encode()  # raises for a lone surrogate
-                    if text:
-                        yield functools.partial(cut_chunks, [text])
+            for text in _row_texts(path, text_field, findings, Cursor()):
+                yield functools.partial(cut_chunks, [text])
 
 
-def has_rows(path: Path) -> bool:
+def _row_texts(path: Place, text_field: str, findings: Findings, cursor: Cursor) -> Iterator[str]:
+    """Yield the texts of a file with rows that are not empty."""
+    check = functools.partial(_check_text, text_field)
+    for place, fields in read_rows(path, [text_field], check, findings, cursor=cursor):
+        text = fields[text_field] or ""
+        problem = f"{place} is not a JSON object"
+        with findings.collect(), errors_as(problem, UnicodeEncodeError):
+            text.encode()  # raises for a lone surrogate
+            if text:
+                yield text
+
+
+def read_texts(
+    path: Place, text_field: str, encoding: str, findings: Findings, cursor: Cursor
+) -> Iterator[str]:
+    """Yield the texts of a file from a cursor on, which moves behind each of them.
+
+    A file that ``read_corpus`` takes for one document is one text in each of its chunks, so that it
+    is read once, and from any of them on.
+    """
+    if has_rows(path):
+        yield from _row_texts(path, text_field, findings, cursor)
+        return
+    with findings.collect():
+        for text in cut_chunks(_decode_file(path, encoding, cursor.skip)):
+            cursor.skip += len(text.encode() if encoding == "utf-8" else text)
+            yield text
+
+
+def has_rows(path: Place) -> bool:
     """Return whether a file is JSON Lines or Parquet, which ``read_rows`` reads."""
+    name = path.name.removesuffix(".gz").removesuffix(".zst")
+    if name.endswith(".jsonl"):
+        return True
     with _open_file(path) as (kind, _):
-        name = path.name.removesuffix(".gz").removesuffix(".zst")
-        return kind == "Parquet" or name.endswith(".jsonl")
+        return kind == "Parquet"
 
 
 def read_rows(
-    path: Path,
+    path: Place,
     names: Collection[str] | None = None,
     check: Callable[[str, dict[str, str]], object] = lambda place, types: None,
     findings: Findings = FAIL_FAST,
     new_names: Mapping[str, str] = MappingProxyType({}),
+    cursor: Cursor | None = None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the place and the fields of each JSON object or Parquet row of a file.
 
@@ -220,23 +313,31 @@ def read_rows(
 
     ``check`` may raise ``JllamaError``. It is called with the place of an object, or with the path
     of a Parquet file, and with the types of the fields by name. ``new_names`` has the names that
-    fields get before anything else looks at them.
+    fields get before anything else looks at them. Reading begins at the ``cursor``, which moves
+    behind each object before that is yielded.
     """
-    with findings.collect(), _open_file(path) as (kind, file):
+    cursor = cursor or Cursor()
+    with findings.collect(), _open_file(path, cursor.seek) as (kind, file):
         if kind == "Parquet":
             parquet = _import_reader(path, kind)
-            table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
+            table = parquet.ParquetFile(file.raw, pre_buffer=False, buffer_size=1 << 20)
             types = {field.name: str(field.type) for field in table.schema_arrow}
             check(str(path), _renamed(types, new_names))
             columns = [
                 name for name in types if names is None or new_names.get(name, name) in names
             ]
-            batches = table.iter_batches(64, columns=columns)
-            rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
-            for number, row in enumerate(rows, 1):
-                yield f"{path} row {number}", _renamed(_without_padding(row), new_names)
+            for group in range(cursor.seek, table.num_row_groups):
+                batches = table.iter_batches(64, row_groups=[group], columns=columns)
+                rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+                for row in itertools.islice(rows, cursor.skip, None):
+                    cursor.skip += 1
+                    cursor.number += 1
+                    place = f"{path} row {cursor.number}"
+                    yield place, _renamed(_without_padding(row), new_names)
+                cursor.seek = group + 1
+                cursor.skip = 0
             return
-        for place, value in _json_values(path, file):
+        for place, value in _json_values(path, kind, file, cursor):
             problem = f"{place} is not a JSON object"
             with findings.collect():
                 with errors_as(problem, ValueError, TypeError, RecursionError):
@@ -271,31 +372,138 @@ def _without_padding(value: Any, is_inside: bool = False) -> Any:
     }
 
 
-def _json_values(path: Path, file: Any) -> Iterator[tuple[str, Any]]:
+def _json_values(
+    path: Place, kind: str | None, file: Any, cursor: Cursor
+) -> Iterator[tuple[str, Any]]:
     """Yield the place and the bytes of each line that is not blank.
 
     If the file is one JSON array, yield the place and the value of each element.
     """
-    for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE), b""), 1):
-        place = f"{path} line {number}"
+    # A position is of the bytes from ``cursor.seek`` on; ``frames`` has those at which one begins.
+    frames = collections.deque([(cursor.seek, 0)])
+    if kind == "Zstandard":
+        frames = file.raw.frames
+    position = cursor.skip
+    is_first = position == 0
+    _pass_over(kind, file, position)
+    for line in iter(lambda: file.readline(LONGEST_LINE), b""):
+        place = f"{path} line {cursor.number + 1}"
         if len(line) == LONGEST_LINE:
             raise JllamaError(f"{place} has over {LONGEST_LINE:,} bytes: write its text to a file")
-        if number == 1:
+        position += len(line)
+        is_start = is_first and not cursor.seek
+        is_first = False
+        if is_start:
             line = line.removeprefix(codecs.BOM_UTF8)
-        if number == 1 and line.lstrip().startswith(b"["):
+        if is_start and line.lstrip().startswith(b"["):
             problem = f"{path} is not a JSON array of at most {LONGEST_LINE:,} bytes"
             with errors_as(problem, ValueError, RecursionError):
                 values = json.loads(line + file.read(LONGEST_LINE - len(line)))
-            yield from ((f"{path} element {index}", value) for index, value in enumerate(values, 1))
-        elif line.strip():
+            for value in values[cursor.number :]:
+                cursor.number += 1
+                yield f"{path} element {cursor.number}", value
+            return
+        while len(frames) > 1 and frames[1][1] <= position:
+            frames.popleft()
+        cursor.seek, frame_position = frames[0]
+        cursor.skip = position - frame_position
+        cursor.number += 1
+        if line.strip():
             yield place, line
 
 
+def _pass_over(kind: str | None, file: Any, num_bytes: int) -> None:
+    """Move a reader at its beginning forward; only what is compressed must be read for it."""
+    if kind is None:
+        file.seek(num_bytes)
+        return
+    while num_bytes:
+        data = file.read(min(num_bytes, CHUNK))
+        num_bytes = num_bytes - len(data) if data else 0
+
+
+class _Ranges(io.RawIOBase):
+    """The bytes of a URL, each range by a request that is repeated if it fails."""
+
+    def __init__(self, place: Any) -> None:
+        self.place = place
+        self.num_bytes = patiently(place, place.fs.size, place.path)
+        self.position = 0
+        self.max_bytes = FIRST_RANGE_BYTES
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.position = offset + [0, self.position, self.num_bytes][whence]
+        return self.position
+
+    def readinto(self, buffer: Any) -> int:
+        start = self.position
+        count = max(min(len(buffer), self.max_bytes, self.num_bytes - start), 0)
+        self.max_bytes = self.num_bytes
+
+        def get() -> bytes:
+            data = self.place.fs.cat_file(self.place.path, start=start, end=start + count)
+            if len(data) != count:
+                raise OSError(f"{len(data)} of {count} bytes came")
+            return data
+
+        if count:
+            buffer[:count] = patiently(self.place, get)
+            self.position += count
+        return count
+
+
+class _Frames(io.RawIOBase):
+    """What a Zstandard file holds, from the frame on that the file is at.
+
+    ``frames`` has, for each frame, the byte of the file and that of the content it begins at.
+    """
+
+    def __init__(self, zstd: Any, file: Any) -> None:
+        self.zstd = zstd
+        self.file = file
+        self.frame = zstd.ZstdDecompressor()
+        self.frames = collections.deque([(file.tell(), 0)])
+        self.position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = b""
+        while not data:
+            waiting = b""
+            if self.frame.eof:
+                waiting = self.frame.unused_data
+            if not waiting and (self.frame.eof or self.frame.needs_input):
+                waiting = self.file.read(CHUNK)
+                if not waiting and self.frame.eof:
+                    return 0
+                if not waiting:
+                    raise EOFError("the end of it is missing")
+            if self.frame.eof:
+                self.frames.append((self.file.tell() - len(waiting), self.position))
+                self.frame = self.zstd.ZstdDecompressor()
+            data = self.frame.decompress(waiting, len(buffer))
+        buffer[: len(data)] = data
+        self.position += len(data)
+        return len(data)
+
+
 @contextlib.contextmanager
-def _open_file(path: Path) -> Iterator[tuple[str | None, Any]]:
+def _open_file(path: Place, offset: int = 0) -> Iterator[tuple[str | None, Any]]:
     """Open a file; give its kind in ``_KINDS`` and a reader of its decompressed content.
 
-    Errors inside become a ``JllamaError``.
+    ``offset`` is the byte where the first frame of Zstandard to read begins. Errors inside become
+    a ``JllamaError``.
     """
     advice = (
         f"{path} must be converted to UTF-8 text, read by another data.encoding, fetched again "
@@ -303,7 +511,7 @@ def _open_file(path: Path) -> Iterator[tuple[str | None, Any]]:
     )
     with (
         errors_as(advice, OSError, EOFError, ValueError, LookupError, zlib.error),
-        path.open("rb") as file,
+        open_place(path) as file,
     ):
         start = file.peek(16)
         kind = next((kind for magic, kind in _KINDS.items() if start.startswith(magic)), None)
@@ -311,15 +519,23 @@ def _open_file(path: Path) -> Iterator[tuple[str | None, Any]]:
             yield kind, gzip.GzipFile(fileobj=file)
         elif kind == "Zstandard":
             zstd = _import_reader(path, kind)
+            file.seek(offset)
             with errors_as(advice, zstd.ZstdError):
-                yield kind, zstd.ZstdFile(file)
+                yield kind, io.BufferedReader(_Frames(zstd, file), CHUNK)
         elif kind in (None, "Parquet"):
             yield kind, file
         else:
             raise ValueError(f"it is a {kind} file")
 
 
-def _import_reader(path: Path, kind: str) -> Any:
+def open_place(path: Place) -> io.BufferedReader:
+    """Open a file for reading."""
+    if isinstance(path, Path):
+        return path.open("rb")
+    return io.BufferedReader(_Ranges(path), RANGE_BYTES)
+
+
+def _import_reader(path: Place, kind: str) -> Any:
     """Import the module that reads a kind of file; raise ``JllamaError`` if there is none."""
     extra, *modules = _EXTRAS[kind]
     for name in modules:
@@ -331,13 +547,23 @@ def _import_reader(path: Path, kind: str) -> Any:
     )
 
 
-def _decode_file(path: Path, encoding: str) -> Iterator[str]:
-    """Yield the text of a file in parts, without a byte order mark; NUL is not text."""
+def _decode_file(path: Place, encoding: str, skip: int = 0) -> Iterator[str]:
+    """Yield the text of a file in parts, without a byte order mark; NUL is not text.
+
+    The first ``skip`` bytes of the text are left out, or its first characters if it is not UTF-8.
+    """
     is_utf8 = encoding == "utf-8"
     num_read = 0
-    with _open_file(path) as (_, file):
+    with _open_file(path) as (kind, file):
         "".encode(encoding)  # raises LookupError unless it is an encoding of text
-        decoder = codecs.getincrementaldecoder("utf-8-sig" if is_utf8 else encoding)()
+        if is_utf8 and skip:
+            num_read = skip
+            if file.peek(3).startswith(codecs.BOM_UTF8):
+                num_read += 3
+            _pass_over(kind, file, num_read)
+            skip = 0
+        has_mark = is_utf8 and num_read == 0
+        decoder = codecs.getincrementaldecoder("utf-8-sig" if has_mark else encoding)()
         for data in itertools.chain(iter(lambda: file.read(CHUNK), b""), [b""]):
             num_read += len(data)
             try:
@@ -353,21 +579,63 @@ def _decode_file(path: Path, encoding: str) -> Iterator[str]:
                 raise ValueError(
                     f"byte 0x{byte:02X} at offset {num_read + place} is not {encoding.upper()} text"
                 ) from None
-            yield text
+            yield text[skip:]
+            skip -= min(skip, len(text))
 
 
 def cut_chunks(parts: Iterable[str]) -> Iterator[str]:
-    """Yield the same text in chunks, see ``Document``."""
+    """Yield the same text in chunks, see ``Document``.
+
+    The text behind the end of a chunk has the same chunks when it is cut by itself.
+    """
     pending = ""
+    size = CHUNK
     for part in parts:
-        for start in range(0, len(part), CHUNK):
-            pending += part[start : start + CHUNK]
-            end = _chunk_end(pending) if len(pending) >= CHUNK else 0
-            if end:
-                yield pending[:end]
-                pending = pending[end:]
+        pending += part
+        start = 0
+        while len(pending) - start >= size:
+            num_chars = _chunk_end(pending[start : start + size])
+            if not num_chars:
+                size += CHUNK
+                continue
+            yield pending[start : start + num_chars]
+            start += num_chars
+            size = CHUNK
+        pending = pending[start:]
     if pending:
         yield pending
+
+
+def tokenize(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the ids of a document: BOS, its tokens, EOS."""
+    first, *rest = cut_chunks([text])
+    ids = [tokenizer.bos_id, *tokenizer.encode(first)]
+    for chunk in rest:
+        ids += encode_rest(tokenizer, chunk)
+    return [*ids, tokenizer.eos_id]
+
+
+def encode_rest(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the ids of a chunk that is not the first of its document.
+
+    It is encoded behind a newline, because SentencePiece would put a space in front of it.
+    """
+    newline = tokenizer.encode("\n")
+    ids = tokenizer.encode("\n" + text)
+    if ids[: len(newline)] == newline:
+        return ids[len(newline) :]
+    return tokenizer.encode(text)
+
+
+def hash_fraction(parts: Iterable[str]) -> float:
+    """Return the SHA-256 of a text, which comes in parts, as a number in [0, 1).
+
+    A text is held out for validation if its number is low.
+    """
+    digest = hashlib.sha256()
+    for text in parts:
+        digest.update(text.encode())
+    return int.from_bytes(digest.digest()[:8]) / 2**64
 
 
 def _chunk_end(text: str) -> int:

@@ -10,8 +10,8 @@ import grain
 from jllama.core import JllamaError, UsageError
 from jllama.data.chats import note_special_tokens, refuse_lost_fields
 from jllama.data.config import DataConfig
-from jllama.data.corpus import Findings, corpus_files, read_rows
-from jllama.data.tokens import cache_dir, hash_fraction, held_out_limit, sha256
+from jllama.data.corpus import Findings, corpus_files, hash_fraction, read_rows
+from jllama.data.tokens import cache_dir, held_out_limit, sha256
 from jllama.system.files import errors_as
 from jllama.system.progress import progress
 from jllama.templates.messages import message_ids, openai_messages, with_tools

@@ -20,11 +20,22 @@ import numpy as np
 
 from jllama.core import JllamaError
 from jllama.data.config import DataConfig
-from jllama.data.corpus import Document, Findings, corpus_files, read_corpus, write_cached
+from jllama.data.corpus import (
+    Document,
+    Files,
+    Findings,
+    corpus_files,
+    encode_rest,
+    hash_fraction,
+    read_corpus,
+    write_cached,
+)
 from jllama.data.datasets import Dataset
 from jllama.system.devices import num_cores
 from jllama.system.files import cache_folder, errors_as
+from jllama.system.places import Place, as_place
 from jllama.system.progress import progress
+from jllama.system.remote import fetch
 from jllama.tokenizers.base import BytesTokenizer, Tokenizer
 from jllama.tokenizers.loading import load_tokenizer
 from jllama.tokenizers.sentencepiece import train_sentencepiece
@@ -35,6 +46,7 @@ FEW_DOCUMENTS = 32  # up to this many, each document is split; above, a document
 GROUP_CHARS = 1 << 18  # what a thread tokenizes at a time: one long chunk or many short ones
 GZIP_LIMIT = 1 << 26  # bytes of validation text that gzip is measured on
 SPLITS = ("train", "validation")
+TOKENS_JOB = "tokens.json"  # what ``jllama data tokenize`` writes first, see ``token_shards``
 
 
 class Chunk(NamedTuple):
@@ -48,6 +60,8 @@ class Chunk(NamedTuple):
 
 def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Dataset:
     """Tokenize a corpus, or open the tokens in the cache.
+
+    All of the text is read, also where a run would read it as a stream.
 
     The key of the cache is the files' names, sizes and modification times, the options that change
     the tokens, and the tokenizer. The text is read in chunks and tokenized by threads on all cores.
@@ -86,7 +100,7 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
     if tokenizer is None and config.tokenizer == "bytes":
         tokenizer = BytesTokenizer()
     elif tokenizer is None:
-        folder = Path(config.tokenizer)
+        folder = fetch(as_place(config.tokenizer))
         if config.tokenizer == "bpe":
             key = sha256(_TRAINING_VERSION, corpus, config.vocab_size)
             folder = cache / f"bpe-{key[:16]}"
@@ -123,7 +137,7 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
 
 
 def _read_chunks(
-    config: DataConfig, files: Iterable[Path], notes: list[str], advance: Callable[[int], None]
+    config: DataConfig, files: Iterable[Place], notes: list[str], advance: Callable[[int], None]
 ) -> Iterator[Chunk]:
     """Yield the chunks of a corpus; report their bytes to ``advance``, set ``notes`` at the end."""
     findings = Findings(config.bad_rows)
@@ -178,22 +192,23 @@ def cache_dir(config: DataConfig) -> Path:
     return Path(config.cache_dir).expanduser() if config.cache_dir else cache_folder()
 
 
-def file_stats(files: Mapping[str, Path]) -> list[tuple[str, int, int]]:
-    """Return (name, bytes, modification time) of each file: the key of what is made of them."""
+def is_stream(config: DataConfig) -> bool:
+    """Return whether text is read as a stream, by ``jllama.data.streams``."""
+    place = as_place(config.path)
+    is_local = isinstance(place, Path)
+    has_tokens = is_local and (place / TOKENS_JOB).is_file()
+    return config.stream or bool(config.mixture) or not is_local or has_tokens
+
+
+def file_stats(files: Files) -> list[tuple[str, int, int | str]]:
+    """Return (name, bytes, modification time) of each file: the key of what is made of them.
+
+    A file at a URL has the version of its listing for a time.
+    """
+    if files.listed:
+        return [(name, *facts) for name, facts in files.listed.items()]
     stats = ((name, path.stat()) for name, path in files.items())
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
-
-
-def encode_rest(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the ids of a chunk that is not the first of its document.
-
-    It is encoded behind a newline, because SentencePiece would put a space in front of it.
-    """
-    newline = tokenizer.encode("\n")
-    ids = tokenizer.encode("\n" + text)
-    if ids[: len(newline)] == newline:
-        return ids[len(newline) :]
-    return tokenizer.encode(text)
 
 
 def _write_tokens(
@@ -204,12 +219,12 @@ def _write_tokens(
     ``fingerprint`` in ``counts.json`` is a hash of the tokens, whatever the files' names are.
     Threads tokenize, because the libraries release Python's lock. ``notes`` is read at the end.
     """
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+    dtype = token_dtype(tokenizer)
     counts = {split: collections.Counter(tokens=0, documents=0, bytes=0) for split in SPLITS}
     held_out = bytearray()
     digests = {split: hashlib.sha256() for split in SPLITS}
     encode = functools.partial(_encode_group, tokenizer, dtype)
-    for ids in _ordered_map(encode, _group_chunks(chunks, counts, held_out)):
+    for ids in ordered_map(encode, _group_chunks(chunks, counts, held_out)):
         for split in SPLITS:
             with (folder / f"{split}.bin").open("ab") as file:
                 file.write(ids[split].data)
@@ -228,6 +243,11 @@ def _write_tokens(
     content = {"fingerprint": fingerprint, "dtype": dtype.name}
     report = {**content, **counts, **gzipped, "notes": notes}
     (folder / "counts.json").write_text(json.dumps(report, indent=2) + "\n")
+
+
+def token_dtype(tokenizer: Tokenizer) -> np.dtype:
+    """Return the dtype of the tokens on disk."""
+    return np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
 
 
 def _group_chunks(
@@ -269,7 +289,7 @@ def _encode_group(
     return {split: np.array(ids[split], dtype) for split in SPLITS}
 
 
-def _ordered_map(function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+def ordered_map(function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
     """Compute ``function(item)`` in threads and yield the results in the order of the items.
 
     At most two items for each core are under way, so the items are never all in memory.
@@ -283,17 +303,6 @@ def _ordered_map(function: Callable[[Any], Any], items: Iterable[Any]) -> Iterat
                 yield pending.popleft().result()
         for future in pending:
             yield future.result()
-
-
-def hash_fraction(parts: Iterable[str]) -> float:
-    """Return the SHA-256 of a text, which comes in parts, as a number in [0, 1).
-
-    A text is held out for validation if its number is low.
-    """
-    digest = hashlib.sha256()
-    for text in parts:
-        digest.update(text.encode())
-    return int.from_bytes(digest.digest()[:8]) / 2**64
 
 
 def held_out_limit(config: DataConfig, fractions: Sequence[float] | np.ndarray) -> float:

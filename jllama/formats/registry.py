@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from jllama.core import JllamaError, UsageError
 from jllama.core.config import LlamaConfig
 from jllama.core.parameters import count_parameters
-from jllama.formats import adapters, gguf, huggingface, llama2c, meta, run, tensors
+from jllama.formats import adapters, bucket, gguf, huggingface, llama2c, meta, run, tensors
 from jllama.formats.tensors import Checkpoint, OnProgress, size_bytes
 from jllama.models.decode_params import Quantization
 from jllama.models.language_model import LanguageModel
@@ -437,7 +437,7 @@ def local_copy(path: str | Path, kind: str = "checkpoint") -> Path:
     if hub_id:
         return huggingface.download(hub_id[1])
     if not isinstance(source, Path):
-        return fetch(source, run.without_state)
+        return fetch(source, bucket.without_state)
     if source.exists():
         refuse_special_files(source, *source.glob("*"))  # a file has none
         return source
@@ -507,7 +507,7 @@ def _write(
             copy = Path(folder) / target.name
             _write(content, copy, to, dtype, False, [])
             if format.recognizes is run.recognizes:
-                (copy / run.CHECKPOINTS / "0" / run.COMPLETE).write_text("{}")
+                (copy / bucket.CHECKPOINTS / "0" / bucket.COMPLETE).write_text("{}")
             publish(copy, target, before)
         return
     target = target.resolve()  # a link stays, and the file that it leads to is replaced

@@ -4,13 +4,7 @@
 (``run_checkpoints``), and ``tokenizer.*`` the tokenizer. A converted model is a run of step 0.
 """
 
-import contextlib
 import dataclasses
-import os
-import re
-import shutil
-import threading
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,17 +27,7 @@ from jllama.system.files import (
     atomic_write_text,
     errors_as,
     refuse_special_files,
-    remove,
 )
-
-COMPLETE = "complete.json"
-"""The last file of a checkpoint in a bucket: without it the checkpoint does not exist."""
-OWNERS = "owners"
-COPIES = ".uploading"
-"""The folder of a working folder with links to checkpoints that are not in the bucket yet."""
-_linking = threading.Lock()
-STEP_FILE = re.compile(rf"{CHECKPOINTS}/(\d+)/(.*)")
-"""The name of a file of a checkpoint within its run: the step, and the name within it."""
 
 
 class RunConfig(NamedTuple):
@@ -52,50 +36,6 @@ class RunConfig(NamedTuple):
     fields: dict[str, Any]  # all of it
     model: LlamaConfig
     lora: LoraConfig  # of rank 0 if the run trains all weights
-
-
-def committed(files: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of a run's files in a bucket that are no part of an incomplete checkpoint.
-
-    ``files`` are by their names within the run.
-    """
-    chosen = {}
-    for name, facts in files.items():
-        step = STEP_FILE.match(name)
-        if step is None or f"{CHECKPOINTS}/{step[1]}/{COMPLETE}" in files:
-            chosen[name] = facts
-    return chosen
-
-
-def without_state(files: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of a run's files in a bucket that its model needs."""
-    unneeded = re.compile(rf"{CHECKPOINTS}/\d+/state/|{OWNERS}/")
-    return {name: facts for name, facts in committed(files).items() if not unneeded.match(name)}
-
-
-def without_checkpoints(files: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of a run's files in a bucket that people read."""
-    names = [name for name in files if not name.startswith((CHECKPOINTS, OWNERS))]
-    return {name: files[name] for name in names}
-
-
-def link_checkpoints(folder: Path) -> None:
-    """Link the checkpoints of a working folder that are not in the bucket yet.
-
-    So they stay until they are copied, although they may no longer be needed here.
-    """
-    with _linking:
-        for path in (folder / CHECKPOINTS).glob("*"):
-            copy = folder / COPIES / path.name
-            is_saved = path.name.isdecimal()
-            if not is_saved or copy.exists() or (path / COMPLETE).exists():
-                continue
-            partial = copy.with_name(f"{path.name}.partial")
-            remove(partial)
-            # It may be deleted meanwhile, by a process that has linked it before.
-            with contextlib.suppress(OSError, shutil.Error):
-                shutil.copytree(path, partial, copy_function=os.link)
-                partial.rename(copy)
 
 
 def recognizes(path: Path) -> bool:

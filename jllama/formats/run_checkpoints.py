@@ -27,13 +27,13 @@ from jllama.core import JllamaError
 from jllama.core.config import LlamaConfig
 from jllama.core.model import abstract_params
 from jllama.core.parameters import Params, parameter_table
+from jllama.formats.bucket import link_checkpoints
 from jllama.formats.receipt import (
     check_weights,
     describe_weights,
     fingerprint_of_parts,
     read_receipt,
 )
-from jllama.formats.run import link_checkpoints
 from jllama.formats.tensors import (
     FileTensor,
     LazyTensor,

@@ -127,6 +127,13 @@ def max_over_processes(number: int) -> int:
     return int(np.max(process_allgather(np.int32(number))))
 
 
+def gather(value: Any) -> list[Any]:
+    """Return the values of all processes, which JSON can hold; each waits here for the others."""
+    text = json.dumps(value).encode()
+    texts = process_allgather(np.frombuffer(text.ljust(max_over_processes(len(text))), np.uint8))
+    return [json.loads(bytes(row)) for row in np.atleast_2d(texts)]
+
+
 def check_same(facts: Mapping[str, Any]) -> None:
     """Check that all processes have the same facts, which are JSON by name.
 
@@ -135,9 +142,7 @@ def check_same(facts: Mapping[str, Any]) -> None:
     """
     if not jax.distributed.is_initialized():
         return
-    text = json.dumps(facts).encode()
-    texts = process_allgather(np.frombuffer(text.ljust(max_over_processes(len(text))), np.uint8))
-    first, *others = (json.loads(bytes(row)) for row in np.atleast_2d(texts))
+    first, *others = gather(facts)
     for index, other in enumerate(others, 1):
         for name, value in first.items():
             if value != other.get(name):

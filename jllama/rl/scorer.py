@@ -4,10 +4,7 @@ import functools
 import itertools
 import json
 import math
-import os
 import queue
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,12 +21,6 @@ from jllama.system.errors import unknown_name
 from jllama.system.line_process import Process
 
 START_S = 300.0  # that a file of rewards may take to import what it needs
-_FOLDER = str(Path(__file__).parents[2])  # where jllama is, if it is not installed
-_PROGRAM = """
-import runpy, sys
-sys.path.append(sys.argv[1])
-runpy.run_module(sys.argv[2], run_name="__main__")
-"""
 _Table = Float64[np.ndarray, "prompts answers"]
 
 
@@ -184,14 +175,7 @@ class _Workers:
             self.idle.put(process)
 
     def _start(self) -> Process:
-        arguments = [self.spec, str(os.getpid())]
-        process = subprocess.Popen(
-            # Not by "-m", which looks for modules in the current folder.
-            [sys.executable, "-P", "-c", _PROGRAM, _FOLDER, "jllama.rl.worker", *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
+        process = line_process.start("jllama.rl.worker", self.spec)
         self.processes.add(process)
         try:
             self._ask(process, "", 0, START_S)

@@ -8,10 +8,7 @@ with number 0, when the reward is loaded. It ends with its parent.
 import importlib.util
 import json
 import os
-import signal
 import sys
-import threading
-import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -55,16 +52,8 @@ def describe_error(spec: str, error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{''.join(lines[-1:])}"
 
 
-def end_with_parent(parent: int) -> None:
-    """Kill this process and all of its group as soon as its parent is another one."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os.killpg(0, signal.SIGKILL)
-
-
-def main(spec: str, parent: int) -> None:
-    """Answer requests until the input ends; ``parent`` is the process that starts this one."""
-    threading.Thread(target=end_with_parent, args=(parent,), daemon=True).start()
+def main(spec: str) -> None:
+    """Answer requests until the input ends."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a reward prints is no reply
     process = os.getpid()
@@ -84,7 +73,3 @@ def main(spec: str, parent: int) -> None:
         if os.getpid() != process:  # a copy that the reward has made by a fork
             os._exit(0)
         print(json.dumps([number, result]), file=replies, flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[3], int(sys.argv[4]))

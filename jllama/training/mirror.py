@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from jllama.core import JllamaError
-from jllama.formats.run import COMPLETE, COPIES, OWNERS, STEP_FILE, committed, link_checkpoints
+from jllama.formats.bucket import COMPLETE, COPIES, OWNERS, STEP_FILE, committed, link_checkpoints
 from jllama.parallel import distributed
 from jllama.system.files import CHECKPOINTS, Json, cache_folder, remove
 from jllama.system.places import PLACE, as_place

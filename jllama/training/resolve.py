@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from jllama.data.chats import data_task, prepare_chats
 from jllama.data.config import DataConfig
 from jllama.data.datasets import BatchSource, Dataset, TrainingData
 from jllama.data.prompts import PromptDataset, prepare_prompts
-from jllama.data.tokens import prepare_data
+from jllama.data.tokens import is_stream, prepare_data
 from jllama.formats.registry import open_checkpoint
 from jllama.formats.run import read_config
 from jllama.formats.run_checkpoints import RunCheckpoints
@@ -145,6 +146,8 @@ def complete(
             "reward is empty; it must say how answers are rewarded, since training.objective is "
             "grpo"
         )
+    if task != "text":
+        check_fields(config.data, "data.", "stream", operator.not_, "false, as only text is one")
     if task in ("chat", "preference") and not config.init_from:
         raise UsageError(
             f"init_from is empty; it must be a model to begin from, since data.task is {task}"
@@ -162,7 +165,7 @@ def complete(
     config = _with_model(config, origin)
 
     # Data that bring or make the tokenizer, the sizes, and the model without weights.
-    data = source
+    data: Any = source
     if source:
         if config.data != DataConfig():
             raise UsageError(f"data is {config.data}; it must be left out with your own batches")
@@ -171,6 +174,17 @@ def complete(
                 f"training.epochs is {config.training.epochs}; "
                 "it must be 0 with your own batches: give training.steps"
             )
+    elif task == "text" and is_stream(config.data):
+        from jllama.data.streams import prepare_stream
+
+        check_fields(
+            config.training,
+            "training.",
+            "epochs",
+            operator.not_,
+            "0 with a stream: give training.steps",
+        )
+        data = prepare_stream(config.data, tokenizer)
     elif task == "text":
         data = prepare_data(config.data, tokenizer)
     if data:

@@ -13,8 +13,9 @@ import yaml
 from flax.traverse_util import flatten_dict
 
 from jllama.core import JllamaError, UsageError
+from jllama.formats.bucket import OWNERS
 from jllama.formats.registry import check_target
-from jllama.formats.run import OWNERS, read_config
+from jllama.formats.run import read_config
 from jllama.parallel import distributed
 from jllama.parallel.config import DistributedConfig
 from jllama.system.errors import shell_command

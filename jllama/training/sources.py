@@ -45,7 +45,7 @@ class Source:
     """
 
     training: Training
-    stream: Any
+    stream: Any = None
     samples: Sequence[dict[str, Any]] = ()
     advice: str = ""
 
@@ -142,7 +142,19 @@ class DataSource(Source):
 
     def figures(self, batches: Sequence[Batch], elapsed_s: float) -> Figures:
         """Return the share of padding in chats."""
-        return ({"padding": share_of_padding(batches)} if self.data.is_chat else {}), ()
+        if self.data.is_chat:
+            return {"padding": share_of_padding(batches)}, ()
+        return self.stream.figures() if self.is_stream else ({}, ())
+
+    def close(self) -> None:
+        """End the processes that read a stream."""
+        if self.is_stream and self.stream:
+            self.stream.close()
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the data are a ``StreamDataset``, whose module is imported only for one."""
+        return getattr(self.data, "is_stream", False)
 
 
 def share_of_padding(batches: Sequence[Batch]) -> float:

@@ -402,3 +402,29 @@ def test_a_process_that_dies_while_they_agree(signalled, workshop, tmp_path, dyi
     assert done[dying].code == -signal.SIGKILL
     assert done[1 - dying].code == 1
     assert last_line(done[1 - dying].err).startswith(GONE)
+
+
+@pytest.mark.slow
+def test_a_stream_goes_on_with_any_number_of_processes(workshop, read_run, start, tmp_path):
+    """Each of two processes reads the lanes of its rows; one goes on, reading all of them."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for shard in range(5):
+        lines = [json.dumps({"text": f"{shard} and {n}, " * (n % 30)}) for n in range(500)]
+        (texts / f"{shard}.jsonl").write_text("\n".join(lines))
+    options = ["--data.stream", "true", "--data.tokenizer", "bytes", "--data.path", texts]
+    alone = workshop.train(tmp_path / "alone", *options, *OFTEN)
+    done = workshop.finish(alone)
+    assert done.code == 0, done.err
+    assert "a stream of 5 shards" in done.err
+    run = tmp_path / "run"
+    two = start(run, 2, *options, *OFTEN)
+    wait_for_step(read_run, two, run, 5)
+    two[1].send_signal(signal.SIGTERM)
+    done = [workshop.finish(process) for process in two]
+    assert [end.code for end in done] == [128 + signal.SIGTERM] * 2, [end.err for end in done]
+    done = workshop.finish(workshop.train(run, *options, *OFTEN))
+    assert done.code == 0, done.err
+    assert_same_curve(read_run, run, tmp_path / "alone")
+    lines = [line for line in read_run.lines(run) if "data_wait_s" in line]
+    assert max(line["step"] for line in lines) == STEPS

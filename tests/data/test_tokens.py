@@ -134,7 +134,7 @@ def chunks_of(text, step):
 
 def ids_in_chunks(tokenizer, texts):
     first, *rest = texts or [""]
-    others = [id for text in rest for id in tokens.encode_rest(tokenizer, text)]
+    others = [id for text in rest for id in corpora.encode_rest(tokenizer, text)]
     return tokenizer.encode(first) + others
 
 

@@ -16,7 +16,7 @@ import transformers
 from hard_text import HARD
 from helpers_real import ranks_of, real_cl100k, real_file, real_o200k, real_qwen, real_tekken
 
-from jllama.data import corpus, tokens
+from jllama.data import corpus
 from jllama.formats.gguf_file import read_gguf_file
 from jllama.templates.messages import TEMPLATES, find_template, template_variables
 from jllama.templates.template import render
@@ -239,5 +239,5 @@ def test_a_corpus_in_chunks_has_the_ids_of_the_whole_text(name, end, monkeypatch
     parts = (text[start : start + 500] for start in range(0, len(text), 500))
     first, *rest = corpus.cut_chunks(parts)
     assert len(rest) > 100
-    others = [id for chunk in rest for id in tokens.encode_rest(tokenizer, chunk)]
+    others = [id for chunk in rest for id in corpus.encode_rest(tokenizer, chunk)]
     assert tokenizer.encode(first) + others == tokenizer.encode(text)
