@@ -256,7 +256,7 @@ RARELY = ("--training.log_every", 1000, "--training.eval_every", 1000, "--traini
 RARELY += ("--training.sample_tokens", 0, "--resume", "auto")
 EVALUATED = ("--training.eval_every", 5, "--training.batch_size", 2, "--training.seq_len", 16)
 SIGNALLED = """
-import math, os, signal, sys, threading, time, types
+import os, signal, sys, threading, types
 from jllama.commands import cli
 from jllama.parallel import stopping
 from jllama.training import loop, sources
@@ -268,10 +268,6 @@ def disturb(module, name, is_moment, number=signal.SIGTERM):
             os.kill(os.getpid(), number)
         return original(*arguments)
     setattr(module, name, function)
-
-def wait(run):
-    while run.stopping._agreed_step == math.inf:
-        time.sleep(0.01)
 
 class Lock:
     def __enter__(self):
@@ -292,13 +288,9 @@ elif moment == "evaluation":
 elif moment in ("SIGKILL", "SIGSTOP"):
     number = getattr(signal, moment)
     stopping.threading = types.SimpleNamespace(Lock=Lock, Thread=threading.Thread)
-elif moment:
-    disturb(loop, "take_step", lambda run: run.step == int(moment) and wait(run))
 sys.exit(cli.run("train", sys.argv[1:]))
 """
-"""A process that gets a signal at a moment, dies or falls silent when it shall agree, or waits
-after a step in its main thread until the other thread has agreed.
-"""
+"""A process that gets a signal at a moment, or dies or falls silent when it shall agree."""
 
 
 @pytest.fixture
@@ -335,10 +327,10 @@ def uninterrupted(workshop, tmp_path_factory):
 @pytest.mark.parametrize(
     ("moments", "first", "last"),
     [
-        (["32", "step"], 32, 33),
-        (["step", "32"], 32, 33),
+        (["", "step"], 32, 33),
+        (["step", ""], 32, 33),
         (["step", "step"], 32, 32),
-        (["2", "compiling"], 2, 3),
+        (["", "compiling"], 2, 3),
         (["compiling", "compiling"], 2, 2),
     ],
 )
@@ -353,7 +345,7 @@ def test_a_signal_between_logged_steps(
     assert first <= stopped <= last
     for process, moment in zip(done, moments, strict=True):
         assert f"stopped at step {stopped} of 60; saved. " in last_line(process.err)
-        assert ("SIGTERM: finishing step" in process.err) == (not moment.isdigit())
+        assert ("SIGTERM: finishing step" in process.err) == (moment != "")
 
     done = [workshop.finish(process) for process in signalled(run, ["", ""])]
     assert [process.code for process in done] == [0, 0], done[0].err
