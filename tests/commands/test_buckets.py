@@ -1,5 +1,6 @@
 """Runs and models in buckets, on real servers: the same as in a folder, whatever fails."""
 
+import json
 import os
 import re
 import signal
@@ -11,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 from helpers import run_command
-from servers import Faults, faulty_proxy, free_port, using
+from servers import Faults, faulty_proxy, free_port, hub_server, using
 
 import jllama
 from jllama.core import JllamaError
@@ -140,6 +141,31 @@ def test_a_checkpoint_that_is_not_whole_does_not_exist(gcs, workshop, small_run,
         assert_same_end(read_run, url, small_run)
 
 
+def test_models_and_texts_are_read_from_the_hub(small_run, workshop, tmp_path, monkeypatch):
+    """Both train a run: a model to begin from, and a data set that is read as a stream."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    root = tmp_path / "served"
+    jllama.convert(small_run.folder, root / "org/name", to="hf")
+    texts = root / "datasets/org/texts/data"
+    texts.mkdir(parents=True)
+    lines = (workshop.folder / "corpus.txt").read_text().splitlines()
+    for index in range(4):
+        rows = [json.dumps({"text": line}) + "\n" for line in lines[index::4]]
+        (texts / f"{index}.jsonl").write_text("".join(rows))
+    with hub_server(root) as server, using(server):
+        ours, theirs = (jllama.load(path) for path in ("hf://org/name", small_run.folder))
+        jax.tree.map(np.testing.assert_array_equal, ours.params, theirs.params)
+        with pytest.raises(JllamaError, match="org/none cannot be fetched from the hub"):
+            jllama.load("hf://org/none")
+        words = ("--init_from", "hf://org/name", "--data.path", "hf://datasets/org/texts/data/*")
+        sizes = ("--training.steps", 2, "--training.batch_size", 4, "--training.seq_len", 16)
+        run = tmp_path / "run"
+        done = run_command("train", *words, *sizes, "--run_dir", run, "--training.sample_tokens", 0)
+    assert done.code == 0, done.err
+    assert "a stream of 4 shards" in done.err
+    assert jllama.load(run).step == 2
+
+
 # One owner
 
 
@@ -243,6 +269,7 @@ def test_a_server_that_is_gone_for_good_stops_the_run(s3, workshop, monkeypatch,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("bucket", ["gs"], indirect=True)
 def test_processes_with_disks_of_their_own_share_a_bucket(
     bucket, workshop, small_run, read_run, tmp_path
 ):
@@ -302,6 +329,7 @@ def test_processes_with_disks_of_their_own_share_a_bucket(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("bucket", ["s3"], indirect=True)
 def test_a_killed_run_goes_on_to_the_same_bits(bucket, workshop, small_run, read_run, tmp_path):
     url = f"{bucket.url}/run"
     environment = {"JLLAMA_CACHE": str(tmp_path / "cache"), **bucket.server.environment}

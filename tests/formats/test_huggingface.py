@@ -857,9 +857,13 @@ def test_a_repository_is_fetched_without_its_pickles(monkeypatch, tiny):
         return str(tiny)
 
     monkeypatch.setattr(huggingface.huggingface_hub, "snapshot_download", snapshot_download)
-    assert download("org/name") == tiny
     patterns = ["*.safetensors", "*.json", "tokenizer.model", "*.jinja"]
-    assert calls == [(("org/name",), {"allow_patterns": patterns})]
+    for revision in (None, "v1.0"):
+        assert download(f"org/name@{revision}" if revision else "org/name") == tiny
+        assert calls.pop() == (
+            ("org/name",),
+            {"revision": revision, "allow_patterns": patterns},
+        )
 
 
 @pytest.mark.parametrize(
