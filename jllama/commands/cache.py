@@ -8,6 +8,7 @@ from rich.filesize import decimal
 
 from jllama.commands.cli import parse
 from jllama.system.files import cache_folder
+from jllama.system.remote import list_files
 
 _HEX = "[0-9a-f]"
 _KINDS = {
@@ -17,6 +18,7 @@ _KINDS = {
     "tokens": f"tokens-{_HEX * 16}",
     "chats": f"chats-{_HEX * 16}",
     "bpe": f"bpe-{_HEX * 16}",
+    "places": f"places/{_HEX * 16}",
 }
 """The files or folders of each kind, as a pattern below the cache folder."""
 
@@ -36,7 +38,9 @@ class CacheOptions:
     """
 
     action: Literal["ls", "clear"]
-    kind: Literal["weights", "programs", "compiled", "tokens", "chats", "bpe"] | None = None
+    kind: Literal["weights", "programs", "compiled", "tokens", "chats", "bpe", "places"] | None = (
+        None
+    )
 
 
 def main(argv: list[str], prog: str) -> int:
@@ -50,8 +54,7 @@ def main(argv: list[str], prog: str) -> int:
         paths = [*cache_folder().glob(pattern)]
         kind_bytes = 0
         for path in paths:
-            files = path.iterdir() if path.is_dir() else [path]
-            kind_bytes += sum(file.stat().st_size for file in files)
+            kind_bytes += sum(size for size, _ in list_files(path).values())
             if clears and path.is_dir():
                 shutil.rmtree(path)
             elif clears:

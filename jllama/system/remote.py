@@ -120,6 +120,8 @@ def list_files(place: Place) -> dict[str, Facts]:
     for path, facts in sorted(below.items()):
         version = next((facts[name] for name in _VERSIONS if facts.get(name)), "")
         name = path[len(root) :].lstrip("/")
+        if ".." in name.split("/"):
+            raise JllamaError(f"{place} has a file {name!r}, which would lie outside of a copy")
         if not path.endswith("/"):  # a folder that a console has made
             listed[name] = (facts["size"], str(version))
     return listed

@@ -17,11 +17,12 @@ def folder(tmp_path, monkeypatch):
     for name in (
         *(
             "compiled/jit_f-0a-cache",
+            "places/0123456789abcdef/run/checkpoints/5/params/embed/0.0",
             *(f"{kind}-0123456789abcdef/train.bin" for kind in ("tokens", "chats", "bpe")),
         ),
         *("chat_history", "tinyshakespeare.txt", "weights/mine.gguf", "tokens-of-mine/text"),
     ):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(bytes(1000))
     return tmp_path
 
@@ -35,7 +36,8 @@ def test_it_shows_all_kinds_and_clears_one_or_all(folder, capsys):
     assert cli.run("cache", ["ls"]) == 0
     *rows, total = capsys.readouterr().out.splitlines()
     assert [row.split()[:2] for row in rows] == [
-        [kind, "1"] for kind in ("weights", "programs", "compiled", "tokens", "chats", "bpe")
+        [kind, "1"]
+        for kind in ("weights", "programs", "compiled", "tokens", "chats", "bpe", "places")
     ]
     assert total.endswith(f" kB in {folder}")
     assert names(folder) == before

@@ -213,6 +213,15 @@ def small_ones(files):
     return {name: facts for name, facts in files.items() if "checkpoints/" not in name}
 
 
+def test_no_file_lands_outside_of_a_copy(bucket, tmp_path):
+    """A bucket may hold any name, and somebody else may have written it."""
+    (tmp_path / "x").write_text("x")
+    place = as_place(bucket.url)
+    place.fs.pipe_file(f"{place.path}/a/../../../x", b"evil")
+    with pytest.raises(JllamaError, match="which would lie outside of a copy"):
+        fetch(place)
+
+
 def test_names_can_be_left_out(bucket, tmp_path):
     write_files(tmp_path, ["checkpoints/3/x", "config.yaml"])
     upload(tmp_path, as_place(bucket.url), ["checkpoints/3/x", "config.yaml"])
