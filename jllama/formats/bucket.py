@@ -59,7 +59,17 @@ def link_checkpoints(folder: Path) -> None:
                 continue
             partial = copy.with_name(f"{path.name}.partial")
             remove(partial)
-            # It may be deleted meanwhile, by a process that has linked it before.
-            with contextlib.suppress(OSError, shutil.Error):
-                shutil.copytree(path, partial, copy_function=os.link)
+            # It may be deleted meanwhile, if it was linked before.
+            with contextlib.suppress(FileNotFoundError, shutil.Error):
+                shutil.copytree(path, partial, copy_function=_link)
                 partial.rename(copy)
+
+
+def _link(source: str, target: str) -> None:
+    """Link a file, or copy it where there are no links."""
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        shutil.copyfile(source, target)

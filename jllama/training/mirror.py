@@ -128,6 +128,8 @@ class Mirror:
 
     def close(self) -> None:
         """Copy the rest, and end; ``JllamaError`` if anything could not be copied."""
+        if self.owner and self._linked_steps():
+            print(f"copying the last checkpoint to {self.place}", file=sys.stderr)
         self._ends.set()
         self._thread.join()
         if self.error:
@@ -271,8 +273,8 @@ class Owner:
 
     def _claim(self) -> bool:
         """Create the file after the last one, if its owner is gone; return whether that worked."""
-        self.number = 1 + self._wait_for_last()
-        with contextlib.suppress(FileExistsError):
+        with contextlib.suppress(FileExistsError, FileNotFoundError):  # another one was faster
+            self.number = 1 + self._wait_for_last()
             self._write("create")
             return True
         return False
