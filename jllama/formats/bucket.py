@@ -1,6 +1,5 @@
 """How a run is kept in a bucket: which of its files are there, and which are on the way."""
 
-import contextlib
 import os
 import re
 import shutil
@@ -11,6 +10,14 @@ from typing import Any
 
 from jllama.system.files import CHECKPOINTS, remove
 
+# Names of files that a checkpoint of some format, or a run, has in its folder.
+FILES_OF_CHECKPOINTS = (
+    r".*\.safetensors(\.index\.json)?|.*\.(gguf|bin|pth)|tokenizer.*\.(json|model)|"
+    r"(generation_|adapter_)?config\.json|merges\.txt|checklist\.chk|chat_template\.(jinja|json)|"
+    r"(special_tokens_map|added_tokens|vocab|params|jllama|receipt)\.json|config\.yaml|checkpoints|"
+    r"(metrics|samples|skipped|config\.history)\.jsonl|report\.html|reference\.npz|"
+    r"tensorboard|wandb|autotuning|in_use.*|place|uploading|\.gitattributes"
+)
 COMPLETE = "complete.json"
 """The last file of a checkpoint in a bucket: without it the checkpoint does not exist."""
 OWNERS = "owners"
@@ -21,13 +28,19 @@ STEP_FILE = re.compile(rf"{CHECKPOINTS}/(\d+)/(.*)")
 """The name of a file of a checkpoint within its run: the step, and the name within it."""
 
 
+def known(files: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the files in a bucket that a checkpoint or a run has; others stay there."""
+    is_known = re.compile(rf"({FILES_OF_CHECKPOINTS})?(/|$)").match
+    return {name: facts for name, facts in files.items() if is_known(name)}
+
+
 def committed(files: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of a run's files in a bucket that are no part of an incomplete checkpoint.
 
     ``files`` are by their names within the run.
     """
     chosen = {}
-    for name, facts in files.items():
+    for name, facts in known(files).items():
         step = STEP_FILE.match(name)
         if step is None or f"{CHECKPOINTS}/{step[1]}/{COMPLETE}" in files:
             chosen[name] = facts
@@ -36,14 +49,13 @@ def committed(files: Mapping[str, Any]) -> dict[str, Any]:
 
 def without_state(files: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of a run's files in a bucket that its model needs."""
-    unneeded = re.compile(rf"{CHECKPOINTS}/\d+/state/|{OWNERS}/")
+    unneeded = re.compile(rf"{CHECKPOINTS}/\d+/state/")
     return {name: facts for name, facts in committed(files).items() if not unneeded.match(name)}
 
 
 def without_checkpoints(files: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of a run's files in a bucket that people read."""
-    names = [name for name in files if not name.startswith((CHECKPOINTS, OWNERS))]
-    return {name: files[name] for name in names}
+    return {name: facts for name, facts in known(files).items() if not name.startswith(CHECKPOINTS)}
 
 
 def link_checkpoints(folder: Path) -> None:
@@ -59,10 +71,12 @@ def link_checkpoints(folder: Path) -> None:
                 continue
             partial = copy.with_name(f"{path.name}.partial")
             remove(partial)
-            # It may be deleted meanwhile, if it was linked before.
-            with contextlib.suppress(FileNotFoundError, shutil.Error):
+            try:
                 shutil.copytree(path, partial, copy_function=_link)
                 partial.rename(copy)
+            except (FileNotFoundError, shutil.Error):
+                if path.exists():  # else it was linked before, and is deleted meanwhile
+                    raise
 
 
 def _link(source: str, target: str) -> None:

@@ -29,7 +29,7 @@ from jllama.models.language_model import LanguageModel
 from jllama.system import cache
 from jllama.system.errors import no_tokenizer
 from jllama.system.files import atomic_write, errors_as, refuse_special_files, restore_replaced
-from jllama.system.places import Place, as_place
+from jllama.system.places import Place, as_place, overlap
 from jllama.system.progress import progress
 from jllama.system.remote import fetch, list_files, publish
 from jllama.templates.messages import with_date
@@ -41,14 +41,6 @@ Layout = Literal["decode", "training"]
 
 FLOATS: dict[str, float] = {"float32": 4, "bfloat16": 2, "float16": 2}
 _FLOAT32 = {"float32": 4.0}
-# Names of files that a checkpoint of some format, or a run, has in its folder.
-_FILES_OF_CHECKPOINTS = (
-    r".*\.safetensors(\.index\.json)?|.*\.(gguf|bin|pth)|tokenizer.*\.(json|model)|"
-    r"(generation_|adapter_)?config\.json|merges\.txt|checklist\.chk|chat_template\.(jinja|json)|"
-    r"(special_tokens_map|added_tokens|vocab|params|jllama|receipt)\.json|config\.yaml|checkpoints|"
-    r"(metrics|samples|skipped|config\.history)\.jsonl|report\.html|reference\.npz|"
-    r"tensorboard|wandb|autotuning|in_use.*|place|uploading|\.gitattributes"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -348,6 +340,10 @@ def convert(
     """
     check_names("to", to, dtype)
     path = as_place(target)
+    if overlap(f"{source}", f"{target}"):
+        raise JllamaError(
+            f"{target} is {source} itself, or holds or lies in it: choose another destination"
+        )
     local = local_copy(source)
     checkpoint = open_checkpoint(local, rope_factor, adapter=adapter)
     own_adapter = checkpoint.adapter
@@ -572,7 +568,7 @@ def _check_replaced(target: Place, exists: bool, names: Collection[str], overwri
         raise JllamaError(
             f"{target} exists: choose another destination, or set overwrite to replace it"
         )
-    pattern = rf"\.?({_FILES_OF_CHECKPOINTS})(\.partial)?"
+    pattern = rf"\.?({bucket.FILES_OF_CHECKPOINTS})(\.partial)?"
     others = [name for name in names if not re.fullmatch(pattern, name)]
     if others:
         raise _is_no_checkpoint(target, others)

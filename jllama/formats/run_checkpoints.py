@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from jllama.core import JllamaError
 from jllama.core.config import LlamaConfig
 from jllama.core.model import abstract_params
 from jllama.core.parameters import Params, parameter_table
-from jllama.formats.bucket import link_checkpoints
+from jllama.formats.bucket import COMPLETE, link_checkpoints
 from jllama.formats.receipt import (
     check_weights,
     describe_weights,
@@ -45,7 +46,7 @@ from jllama.formats.tensors import (
 from jllama.parallel.distributed import process_index
 from jllama.system.files import Json, read_json_object, refuse_special_files
 from jllama.system.places import as_place, is_url, name_of
-from jllama.system.remote import download, list_files
+from jllama.system.remote import PATIENCE_S, download, list_files
 
 # Nothing is wrong with a folder that is only read.
 logging.getLogger("absl").addFilter(
@@ -229,9 +230,13 @@ class RunCheckpoints:
         """Read the files of a step in a bucket that hold parts of this process's arrays."""
         place = self.place / self.folder.name / str(step)
         folder = self.folder / str(step)
-        files = {
-            name: facts for name, facts in list_files(place).items() if not (folder / name).exists()
-        }
+        listed = list_files(place)
+        # Another process may still copy its part.
+        end_s = time.monotonic() + PATIENCE_S
+        while jax.process_count() > 1 and COMPLETE not in listed and time.monotonic() < end_s:
+            time.sleep(0.5)
+            listed = list_files(place)
+        files = {name: facts for name, facts in listed.items() if not (folder / name).exists()}
         shapes = {name: facts for name, facts in files.items() if name.endswith(".zarray")}
         download(place, folder, shapes)
         needed = set()

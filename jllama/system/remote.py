@@ -17,7 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jllama.core import JllamaError
-from jllama.system.files import atomic_write_text, cache_folder, read_optional_json, remove
+from jllama.system.files import (
+    atomic_write_text,
+    cache_folder,
+    errors_as,
+    read_optional_json,
+    remove,
+)
 from jllama.system.places import Place
 from jllama.system.progress import progress
 
@@ -102,14 +108,15 @@ def list_files(place: Place) -> dict[str, Facts]:
     A bucket answers a thousand names with each request. The name of a single file is empty.
     """
     if isinstance(place, Path):
-        files = (
-            [place] if place.is_file() else [path for path in place.rglob("*") if path.is_file()]
-        )
-        stats = {path.relative_to(place).as_posix(): path.stat() for path in files}
-        return {
-            name.removeprefix("."): (stat.st_size, str(stat.st_mtime_ns))
-            for name, stat in sorted(stats.items())
-        }
+        paths = [place] if place.is_file() else place.rglob("*")
+        listed = {}
+        for path in paths:
+            with contextlib.suppress(FileNotFoundError):  # it is removed meanwhile
+                stat = path.stat()
+                if path.is_file():
+                    name = path.relative_to(place).as_posix().removeprefix(".")
+                    listed[name] = (stat.st_size, str(stat.st_mtime_ns))
+        return dict(sorted(listed.items()))
     root = place.fs._strip_protocol(place.path)
     listed = {}
     place.fs.invalidate_cache()  # of the hub, which keeps one in any case
@@ -119,10 +126,11 @@ def list_files(place: Place) -> dict[str, Facts]:
         return listed
     for path, facts in sorted(below.items()):
         version = next((facts[name] for name in _VERSIONS if facts.get(name)), "")
-        name = path[len(root) :].lstrip("/")
-        if ".." in name.split("/"):
+        name = path[len(root) :].removeprefix("/")
+        parts = name.split("/")
+        if ".." in parts:
             raise JllamaError(f"{place} has a file {name!r}, which would lie outside of a copy")
-        if not path.endswith("/"):  # a folder that a console has made
+        if path == root or "" not in parts:  # else it is a folder that a console has made
             listed[name] = (facts["size"], str(version))
     return listed
 
@@ -158,6 +166,9 @@ def download(
     ``index`` is a file that says what the copy has, so that only changes are read.
     """
     before: Any = read_optional_json(index) if index else {}
+    if index:  # what is here if this is interrupted
+        index.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write_text(index, json.dumps(dict.fromkeys(files) | before))
     missing = {
         name: facts
         for name, facts in files.items()
@@ -171,7 +182,8 @@ def download(
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
         try:
-            patiently(source, _read_file, source, partial, missing[name][0])
+            with errors_as(f"{source} was there and is gone", FileNotFoundError):
+                patiently(source, _read_file, source, partial, missing[name][0])
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
@@ -181,16 +193,21 @@ def download(
         for size in in_threads(read, missing):
             advance(size)
     for name in before.keys() - files.keys():
-        remove(target / name)
-    if index and before != {name: list(facts) for name, facts in files.items()}:
+        path = target / name
+        remove(path)
+        with contextlib.suppress(OSError):  # a folder is not empty
+            for parent in path.parents:
+                parent.rmdir()
+    if index:
         atomic_write_text(index, json.dumps(files))
 
 
 def _read_file(source: "UPath", target: Path, num_bytes: int) -> None:
-    """Read a file of a known size: an answer may be cut."""
+    """Read a file of a size, which may grow meanwhile: an answer may be cut."""
     source.fs.get_file(source.path, str(target))
-    if target.stat().st_size != num_bytes:
-        raise OSError(f"{target.stat().st_size} of {num_bytes} bytes came")
+    size = target.stat().st_size
+    if size != num_bytes and size != source.fs.info(source.path)["size"]:
+        raise OSError(f"{size} of {num_bytes} bytes came")
 
 
 def upload(source: Path, place: "UPath", names: Iterable[str]) -> None:

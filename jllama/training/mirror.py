@@ -31,7 +31,7 @@ import jax
 from jllama.core import JllamaError
 from jllama.formats.bucket import COMPLETE, COPIES, OWNERS, STEP_FILE, committed, link_checkpoints
 from jllama.parallel import distributed
-from jllama.system.files import CHECKPOINTS, Json, cache_folder, remove
+from jllama.system.files import CHECKPOINTS, Json, cache_folder, errors_as, remove
 from jllama.system.places import PLACE, as_place
 from jllama.system.remote import delete, download, list_files, patiently, upload
 from jllama.system.stop import Stopped
@@ -87,9 +87,17 @@ def mirrored(folder: Path, run_dir: str) -> Iterator[None]:
             mirror.close()
             if end_together:  # while one copies, the others must stay
                 distributed.max_over_processes(0)
+        clear_working_folder(folder)
     finally:
         if owner:
             owner.release()
+
+
+def clear_working_folder(folder: Path) -> None:
+    """Remove everything but the locks."""
+    for path in folder.iterdir():
+        if not path.name.startswith("in_use"):
+            remove(path)
 
 
 class Mirror:
@@ -108,10 +116,8 @@ class Mirror:
         files = list_files(place)
         whole = committed(files)
         folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.iterdir():
-            if not path.name.startswith("in_use"):
-                remove(path)
-        needed = [name for name in whole if not name.startswith(OWNERS) and not _ARRAYS.match(name)]
+        clear_working_folder(folder)
+        needed = [name for name in whole if not _ARRAYS.match(name)]
         download(place, folder, {name: whole[name] for name in needed})
         (folder / PLACE).write_text(str(place))
         self.steps = {step[1] for step in map(STEP_FILE.match, whole) if step}
@@ -149,15 +155,23 @@ class Mirror:
                 if ends:
                     return
         except Exception as error:
-            advice = f"the run stops, and its last files are in {self.folder}"
+            advice = f"the run stops; until it goes on, its last files are in {self.folder}"
             self.error = JllamaError(f"{error}; {advice}")
             self.error.__cause__ = error
-            if not self._ends.is_set():
+            has_handler = callable(signal.getsignal(signal.SIGTERM))
+            if has_handler and not self._ends.is_set():
                 os.kill(os.getpid(), signal.SIGTERM)
 
     def _copy(self) -> None:
         """Copy new checkpoints and changed files, and delete what is no longer here."""
-        for step in self._linked_steps():
+        if self.owner:
+            self.owner.check()
+        linked = self._linked_steps()
+        for step in linked:
+            is_saved = (self.folder / CHECKPOINTS / str(step)).exists()
+            if step != linked[-1] and not is_saved and jax.process_count() == 1:
+                remove(self.folder / COPIES / str(step))  # a newer one has taken its place
+                continue
             self._copy_checkpoint(str(step))
             self.steps.add(str(step))
         if self.owner:
@@ -273,8 +287,14 @@ class Owner:
 
     def _claim(self) -> bool:
         """Create the file after the last one, if its owner is gone; return whether that worked."""
-        with contextlib.suppress(FileExistsError, FileNotFoundError):  # another one was faster
+        try:
             self.number = 1 + self._wait_for_last()
+        except FileNotFoundError:  # another process has claimed it
+            return False
+        with (
+            contextlib.suppress(FileExistsError),
+            errors_as(f"{self.place} cannot be written", FileNotFoundError),
+        ):
             self._write("create")
             return True
         return False
@@ -287,15 +307,18 @@ class Owner:
         """
         number = max(self._numbers(), default=0)
         seen: Json = {}
-        end_s = time.monotonic() + STALE_S
-        while number and time.monotonic() < end_s:
+        since_s = 0.0
+        while number:
+            begin_s = time.monotonic()
             record = self._read(number)
+            now_s = time.monotonic()
             name = "process {process} on {host} since {since}".format_map(record)
             is_here = record["machine"] == self.record["machine"] != ""
             is_gone = is_here and not _is_alive(record["process"])
             if is_gone or "released" in record:
                 break
             if not seen:
+                since_s = now_s
                 print(
                     f"note: {self.place} was in use by {name}; waiting up to {STALE_S:.0f} s to "
                     "see whether that is still so",
@@ -305,6 +328,10 @@ class Owner:
                 raise JllamaError(
                     f"{self.place} is in use by {name}: wait for it, or choose another run_dir"
                 )
+            elif now_s - begin_s > BEAT_S:  # a slow server delays the owner as well
+                since_s = now_s
+            elif now_s - since_s > STALE_S:
+                break
             seen = record
             time.sleep(1)
         return number

@@ -110,7 +110,7 @@ def build_run(plan: Plan, source: Source, console: Console, callbacks: Sequence[
     run = Run(training, source, tracker, keeper, sample, state, plan.step)
     if plan.resumes:
         go_on(run, meta)
-    if distributed.process_index() == 0:
+    if run_folder.is_written_here(plan.folder):
         write_folder(plan)
     keeper.receipt = begin_receipt(plan)
     log_facts(run)

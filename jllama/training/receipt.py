@@ -10,12 +10,11 @@ import jax
 
 import jllama
 from jllama.formats.receipt import RECEIPT, read_receipt
-from jllama.parallel.distributed import process_index
 from jllama.system.cache import source_hash
 from jllama.system.files import Json, atomic_write_text
 from jllama.system.machine import describe_devices, describe_driver
 from jllama.training.plan import Plan
-from jllama.training.run_folder import config_fields
+from jllama.training.run_folder import config_fields, is_written_here
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
@@ -48,6 +47,6 @@ def begin_receipt(plan: Plan) -> Json:
 
 
 def write_receipt(folder: Path, receipt: Json) -> None:
-    """Write a run's receipt, in process 0 alone."""
-    if process_index() == 0:
+    """Write a run's receipt, in a folder that is this process's."""
+    if is_written_here(folder):
         atomic_write_text(folder / RECEIPT, json.dumps(receipt, indent=1) + "\n")

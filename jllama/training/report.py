@@ -22,6 +22,7 @@ from jllama.core.parameters import count_parameters
 from jllama.formats.run import read_config, recognizes
 from jllama.system.errors import shell_command
 from jllama.system.files import CONFIG, METRICS, SAMPLES, atomic_write_text, errors_as, read_lines
+from jllama.system.places import name_of
 
 Records = Sequence[Mapping[str, Any]]
 REPORT = "report.html"
@@ -151,7 +152,7 @@ def write_report(folders: Sequence[Path], target: Path) -> None:
     if not is_comparison:
         (folder,) = folders
         is_chat = "training chats" in facts[0]
-        words = words_to_use(str(folder), is_chat, config["training"]["sample_prompt"])
+        words = words_to_use(name_of(folder), is_chat, config["training"]["sample_prompt"])
         commands = {
             words[0]: shell_command(*words),
             "continue": shell_command("train", "--resume", folder),

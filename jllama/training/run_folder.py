@@ -13,7 +13,7 @@ import yaml
 from flax.traverse_util import flatten_dict
 
 from jllama.core import JllamaError, UsageError
-from jllama.formats.bucket import OWNERS
+from jllama.formats.bucket import known
 from jllama.formats.registry import check_target
 from jllama.formats.run import read_config
 from jllama.parallel import distributed
@@ -29,7 +29,7 @@ from jllama.system.files import (
     read_lines,
     remove,
 )
-from jllama.system.places import PLACE, as_place, name_of
+from jllama.system.places import PLACE, as_place, is_url, name_of, overlap
 from jllama.system.remote import delete, list_files
 from jllama.training.config import OptimizerConfig, TrainConfig
 from jllama.training.optimizer import learning_rate_at
@@ -66,8 +66,10 @@ def confirm_overwrite(config: TrainConfig) -> None:
             "or replace it with --overwrite"
         )
     folder = folder.resolve()
-    sources = [Path(path) for path in (config.init_from, config.data.path) if path]
-    check_target(folder, sources, True)
+    read = [path for path in (config.init_from, config.data.path) if path]
+    if any(overlap(name, path) for path in read):
+        raise UsageError(f"{name} has files that this run reads: choose another run_dir")
+    check_target(folder, [Path(path) for path in read], True)
     if config.yes:
         return
     print(
@@ -80,17 +82,21 @@ def confirm_overwrite(config: TrainConfig) -> None:
         )
 
 
+def is_written_here(folder: Path) -> bool:
+    """Return whether this process writes a run's files: process 0, or all in their own copies."""
+    return distributed.process_index() == 0 or is_url(name_of(folder))
+
+
 def clear(folder: Path) -> None:
     """Remove everything in a run's folder but its locks; all processes wait for process 0."""
-    is_first = distributed.process_index() == 0
-    is_own = (folder / PLACE).exists()
-    if is_first or is_own:
+    name = name_of(folder)
+    if is_written_here(folder):
         for path in folder.iterdir():
             if not path.name.startswith(("in_use", PLACE)):
                 remove(path)
-    if is_first and is_own:
-        place: Any = as_place(name_of(folder))
-        delete(place, [name for name in list_files(place) if not name.startswith(OWNERS)])
+    if distributed.process_index() == 0 and is_url(name):
+        place: Any = as_place(name)
+        delete(place, known(list_files(place)))
     distributed.max_over_processes(0)
 
 
