@@ -6,7 +6,6 @@ is at a local path or at a URL, which is read by ranges.
 """
 
 import codecs
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -45,7 +44,6 @@ LONGEST_CHUNK = 1 << 20  # characters, if there is no place to cut
 LONGEST_LINE = 1 << 28  # bytes of a line of JSON, or of an array, which is in memory as a whole
 MAX_NAMED = 20  # rows and files that an error names
 RANGE_BYTES = 1 << 21  # what a request reads of a URL
-FIRST_RANGE_BYTES = 1 << 16  # the same at its beginning, where the kind of the file shows
 CUTS = (re.compile(r".*\S\n(?=\S)", re.DOTALL), re.compile(r".*[^\W\d_](?= [^\W\d_])", re.DOTALL))
 """Where a chunk may end: after a line that no white space follows, else after a word that one space
 follows."""
@@ -134,14 +132,12 @@ class Cursor:
     """How far a file has been read.
 
     Attributes:
-        seek: where reading begins: a row group of Parquet, or the byte at which a frame of
-            Zstandard begins; else 0.
-        skip: what has been read from there on: rows of Parquet, else bytes of what the file holds
-            uncompressed, or characters of a text that is not UTF-8.
-        number: the rows, lines or elements of the file that have been read.
+        skip: the bytes that have been read of what the file holds uncompressed, or the tokens of a
+            shard of tokens.
+        number: the rows, lines or elements of the file that have been read, or the chunks of a text
+            that is not UTF-8.
     """
 
-    seek: int = 0
     skip: int = 0
     number: int = 0
 
@@ -252,8 +248,8 @@ def read_corpus(
         with findings.collect():
             if not has_rows(path):
                 # This reads the whole file, so all of it is known to be text.
-                if sum(map(len, _decode_file(path, encoding))):
-                    yield lambda path=path: cut_chunks(_decode_file(path, encoding))
+                if sum(map(len, _decode_file(path, encoding, Cursor()))):
+                    yield lambda path=path: cut_chunks(_decode_file(path, encoding, Cursor()))
                 continue
             for text in _row_texts(path, text_field, findings, Cursor()):
                 yield functools.partial(cut_chunks, [text])
@@ -283,8 +279,12 @@ def read_texts(
         yield from _row_texts(path, text_field, findings, cursor)
         return
     with findings.collect():
-        for text in cut_chunks(_decode_file(path, encoding, cursor.skip)):
-            cursor.skip += len(text.encode() if encoding == "utf-8" else text)
+        chunks = cut_chunks(_decode_file(path, encoding, cursor))
+        for text in itertools.islice(chunks, cursor.number, None):
+            if encoding == "utf-8":
+                cursor.skip += len(text.encode())
+            else:
+                cursor.number += 1
             yield text
 
 
@@ -317,27 +317,29 @@ def read_rows(
     behind each object before that is yielded.
     """
     cursor = cursor or Cursor()
-    with findings.collect(), _open_file(path, cursor.seek) as (kind, file):
+    with findings.collect(), _open_file(path) as (kind, file):
         if kind == "Parquet":
             parquet = _import_reader(path, kind)
-            table = parquet.ParquetFile(file.raw, pre_buffer=False, buffer_size=1 << 20)
+            table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
             types = {field.name: str(field.type) for field in table.schema_arrow}
             check(str(path), _renamed(types, new_names))
             columns = [
                 name for name in types if names is None or new_names.get(name, name) in names
             ]
-            for group in range(cursor.seek, table.num_row_groups):
+            end = 0
+            for group in range(table.num_row_groups):
+                start = end
+                end += table.metadata.row_group(group).num_rows
+                if end <= cursor.number:
+                    continue
                 batches = table.iter_batches(64, row_groups=[group], columns=columns)
                 rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
-                for row in itertools.islice(rows, cursor.skip, None):
-                    cursor.skip += 1
+                for row in itertools.islice(rows, cursor.number - start, None):
                     cursor.number += 1
                     place = f"{path} row {cursor.number}"
                     yield place, _renamed(_without_padding(row), new_names)
-                cursor.seek = group + 1
-                cursor.skip = 0
             return
-        for place, value in _json_values(path, kind, file, cursor):
+        for place, value in _json_values(path, file, cursor):
             problem = f"{place} is not a JSON object"
             with findings.collect():
                 with errors_as(problem, ValueError, TypeError, RecursionError):
@@ -372,138 +374,38 @@ def _without_padding(value: Any, is_inside: bool = False) -> Any:
     }
 
 
-def _json_values(
-    path: Place, kind: str | None, file: Any, cursor: Cursor
-) -> Iterator[tuple[str, Any]]:
+def _json_values(path: Place, file: Any, cursor: Cursor) -> Iterator[tuple[str, Any]]:
     """Yield the place and the bytes of each line that is not blank.
 
     If the file is one JSON array, yield the place and the value of each element.
     """
-    # A position is of the bytes from ``cursor.seek`` on; ``frames`` has those at which one begins.
-    frames = collections.deque([(cursor.seek, 0)])
-    if kind == "Zstandard":
-        frames = file.raw.frames
-    position = cursor.skip
-    is_first = position == 0
-    _pass_over(kind, file, position)
+    file.seek(cursor.skip)
     for line in iter(lambda: file.readline(LONGEST_LINE), b""):
         place = f"{path} line {cursor.number + 1}"
         if len(line) == LONGEST_LINE:
             raise JllamaError(f"{place} has over {LONGEST_LINE:,} bytes: write its text to a file")
-        position += len(line)
-        is_start = is_first and not cursor.seek
-        is_first = False
-        if is_start:
-            line = line.removeprefix(codecs.BOM_UTF8)
-        if is_start and line.lstrip().startswith(b"["):
-            problem = f"{path} is not a JSON array of at most {LONGEST_LINE:,} bytes"
-            with errors_as(problem, ValueError, RecursionError):
-                values = json.loads(line + file.read(LONGEST_LINE - len(line)))
-            for value in values[cursor.number :]:
-                cursor.number += 1
-                yield f"{path} element {cursor.number}", value
-            return
-        while len(frames) > 1 and frames[1][1] <= position:
-            frames.popleft()
-        cursor.seek, frame_position = frames[0]
-        cursor.skip = position - frame_position
+        content = line
+        if not cursor.skip:
+            content = line.removeprefix(codecs.BOM_UTF8)
+            if content.lstrip().startswith(b"["):
+                problem = f"{path} is not a JSON array of at most {LONGEST_LINE:,} bytes"
+                with errors_as(problem, ValueError, RecursionError):
+                    values = json.loads(content + file.read(LONGEST_LINE - len(line)))
+                for value in values[cursor.number :]:
+                    cursor.number += 1
+                    yield f"{path} element {cursor.number}", value
+                return
+        cursor.skip += len(line)
         cursor.number += 1
-        if line.strip():
-            yield place, line
-
-
-def _pass_over(kind: str | None, file: Any, num_bytes: int) -> None:
-    """Move a reader at its beginning forward; only what is compressed must be read for it."""
-    if kind is None:
-        file.seek(num_bytes)
-        return
-    while num_bytes:
-        data = file.read(min(num_bytes, CHUNK))
-        num_bytes = num_bytes - len(data) if data else 0
-
-
-class _Ranges(io.RawIOBase):
-    """The bytes of a URL, each range by a request that is repeated if it fails."""
-
-    def __init__(self, place: Any) -> None:
-        self.place = place
-        self.num_bytes = patiently(place, place.fs.size, place.path)
-        self.position = 0
-        self.max_bytes = FIRST_RANGE_BYTES
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self.position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self.position = offset + [0, self.position, self.num_bytes][whence]
-        return self.position
-
-    def readinto(self, buffer: Any) -> int:
-        start = self.position
-        count = max(min(len(buffer), self.max_bytes, self.num_bytes - start), 0)
-        self.max_bytes = self.num_bytes
-
-        def get() -> bytes:
-            data = self.place.fs.cat_file(self.place.path, start=start, end=start + count)
-            if len(data) != count:
-                raise OSError(f"{len(data)} of {count} bytes came")
-            return data
-
-        if count:
-            buffer[:count] = patiently(self.place, get)
-            self.position += count
-        return count
-
-
-class _Frames(io.RawIOBase):
-    """What a Zstandard file holds, from the frame on that the file is at.
-
-    ``frames`` has, for each frame, the byte of the file and that of the content it begins at.
-    """
-
-    def __init__(self, zstd: Any, file: Any) -> None:
-        self.zstd = zstd
-        self.file = file
-        self.frame = zstd.ZstdDecompressor()
-        self.frames = collections.deque([(file.tell(), 0)])
-        self.position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = b""
-        while not data:
-            waiting = b""
-            if self.frame.eof:
-                waiting = self.frame.unused_data
-            if not waiting and (self.frame.eof or self.frame.needs_input):
-                waiting = self.file.read(CHUNK)
-                if not waiting and self.frame.eof:
-                    return 0
-                if not waiting:
-                    raise EOFError("the end of it is missing")
-            if self.frame.eof:
-                self.frames.append((self.file.tell() - len(waiting), self.position))
-                self.frame = self.zstd.ZstdDecompressor()
-            data = self.frame.decompress(waiting, len(buffer))
-        buffer[: len(data)] = data
-        self.position += len(data)
-        return len(data)
+        if content.strip():
+            yield place, content
 
 
 @contextlib.contextmanager
-def _open_file(path: Place, offset: int = 0) -> Iterator[tuple[str | None, Any]]:
+def _open_file(path: Place) -> Iterator[tuple[str | None, Any]]:
     """Open a file; give its kind in ``_KINDS`` and a reader of its decompressed content.
 
-    ``offset`` is the byte where the first frame of Zstandard to read begins. Errors inside become
-    a ``JllamaError``.
+    The reader of Parquet has no buffer. Errors inside become a ``JllamaError``.
     """
     advice = (
         f"{path} must be converted to UTF-8 text, read by another data.encoding, fetched again "
@@ -511,28 +413,41 @@ def _open_file(path: Place, offset: int = 0) -> Iterator[tuple[str | None, Any]]
     )
     with (
         errors_as(advice, OSError, EOFError, ValueError, LookupError, zlib.error),
-        open_place(path) as file,
+        open_place(path) as raw,
     ):
-        start = file.peek(16)
+        start = raw.read(16)
+        raw.seek(0)
         kind = next((kind for magic, kind in _KINDS.items() if start.startswith(magic)), None)
+        file = io.BufferedReader(raw, CHUNK if isinstance(path, Path) else RANGE_BYTES)
         if kind == "gzip":
             yield kind, gzip.GzipFile(fileobj=file)
         elif kind == "Zstandard":
             zstd = _import_reader(path, kind)
-            file.seek(offset)
             with errors_as(advice, zstd.ZstdError):
-                yield kind, io.BufferedReader(_Frames(zstd, file), CHUNK)
+                yield kind, zstd.ZstdFile(file)
         elif kind in (None, "Parquet"):
-            yield kind, file
+            yield kind, raw if kind else file
         else:
             raise ValueError(f"it is a {kind} file")
 
 
-def open_place(path: Place) -> io.BufferedReader:
-    """Open a file for reading."""
+def open_place(path: Place) -> Any:
+    """Open a file for reading; each read of a URL is a request that is repeated if it fails."""
     if isinstance(path, Path):
-        return path.open("rb")
-    return io.BufferedReader(_Ranges(path), RANGE_BYTES)
+        return path.open("rb", buffering=0)
+    from fsspec.spec import AbstractBufferedFile
+
+    file: Any = patiently(path, AbstractBufferedFile, path.fs, path.path, cache_type="none")
+
+    def read(start: int, end: int) -> Any:
+        end = min(end, file.size)
+        data = path.fs.cat_file(path.path, start=start, end=end)
+        if len(data) != end - start:
+            raise OSError(f"{len(data)} of {end - start} bytes came")
+        return data
+
+    file.cache.fetcher = functools.partial(patiently, path, read)
+    return file
 
 
 def _import_reader(path: Place, kind: str) -> Any:
@@ -547,23 +462,20 @@ def _import_reader(path: Place, kind: str) -> Any:
     )
 
 
-def _decode_file(path: Place, encoding: str, skip: int = 0) -> Iterator[str]:
-    """Yield the text of a file in parts, without a byte order mark; NUL is not text.
+def _decode_file(path: Place, encoding: str, cursor: Cursor) -> Iterator[str]:
+    """Yield the text of a file in parts, from a cursor on; NUL is not text.
 
-    The first ``skip`` bytes of the text are left out, or its first characters if it is not UTF-8.
+    The cursor is moved behind a byte order mark.
     """
     is_utf8 = encoding == "utf-8"
-    num_read = 0
-    with _open_file(path) as (kind, file):
+    with _open_file(path) as (_, file):
         "".encode(encoding)  # raises LookupError unless it is an encoding of text
-        if is_utf8 and skip:
-            num_read = skip
-            if file.peek(3).startswith(codecs.BOM_UTF8):
-                num_read += 3
-            _pass_over(kind, file, num_read)
-            skip = 0
-        has_mark = is_utf8 and num_read == 0
-        decoder = codecs.getincrementaldecoder("utf-8-sig" if has_mark else encoding)()
+        if is_utf8:
+            mark = codecs.BOM_UTF8
+            cursor.skip = cursor.skip or len(mark) * file.peek(3).startswith(mark)
+            file.seek(cursor.skip)
+        num_read = file.tell()
+        decoder = codecs.getincrementaldecoder(encoding)()
         for data in itertools.chain(iter(lambda: file.read(CHUNK), b""), [b""]):
             num_read += len(data)
             try:
@@ -579,8 +491,7 @@ def _decode_file(path: Place, encoding: str, skip: int = 0) -> Iterator[str]:
                 raise ValueError(
                     f"byte 0x{byte:02X} at offset {num_read + place} is not {encoding.upper()} text"
                 ) from None
-            yield text[skip:]
-            skip -= min(skip, len(text))
+            yield text
 
 
 def cut_chunks(parts: Iterable[str]) -> Iterator[str]:

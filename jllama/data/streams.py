@@ -10,16 +10,12 @@ its rows have been taken. So a run goes on by reading each lane's last stretch a
 """
 
 import dataclasses
-import functools
 import json
 import pickle
-import queue
-import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -27,23 +23,16 @@ from jaxtyping import Integer
 
 from jllama.core import JllamaError, UsageError
 from jllama.core.step import Batch
-from jllama.data import pieces
+from jllama.data import stretches
 from jllama.data.batches import text_batch, validation_batches
 from jllama.data.config import DataConfig
-from jllama.data.corpus import (
-    MAX_NAMED,
-    Cursor,
-    corpus_files,
-    cut_chunks,
-    hash_fraction,
-    tokenize,
-    write_cached,
-)
-from jllama.data.pieces import Piece, Source
+from jllama.data.corpus import MAX_NAMED, Cursor, corpus_files, hash_fraction, write_cached
+from jllama.data.stretches import START, Source, Stretch
 from jllama.data.tokens import (
     TOKENS_JOB,
     cache_dir,
     file_stats,
+    find_tokenizer,
     held_out_limit,
     sha256,
     token_dtype,
@@ -51,24 +40,18 @@ from jllama.data.tokens import (
 from jllama.parallel import distributed
 from jllama.system import line_process
 from jllama.system.devices import num_cores
-from jllama.system.files import Json
-from jllama.system.places import Place, as_place
-from jllama.system.remote import fetch, patiently
-from jllama.tokenizers.base import BytesTokenizer, Tokenizer
-from jllama.tokenizers.loading import load_tokenizer
+from jllama.system.places import as_place
+from jllama.system.remote import patiently
+from jllama.tokenizers.base import Tokenizer
 
 MAX_LANES = 64
-STRETCH_ROWS = 64
-STRETCH_TOKENS = 1 << 18  # a stretch has fewer rows if they are long
-READ_AHEAD = 2  # pieces of each lane
 HELD_OUT_TOKENS = 1 << 20  # that validation uses
 _HELD_OUT_SHARDS = 16  # at most so many, evenly spaced, are looked at for them
 _HELD_OUT_CHARS = 1 << 27  # at most so many characters are
-TOKENS = "tokens"
-HELD_OUT = "held_out"
+TOKENS = "tokens/"
+HELD_OUT = "held_out/"
 TOKENIZER = "tokenizer"
-INDEX = "index.json"
-"""What ``jllama data tokenize`` writes: two folders of shards, their tokenizer and their index."""
+"""What ``jllama data tokenize`` writes: two folders of shards, and their tokenizer."""
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio, and odd
 
 
@@ -140,14 +123,17 @@ class StreamBatches:
         self.bounds = np.cumsum(data.weights) / sum(data.weights)
         self.sources = [
             dataclasses.replace(
-                source, num_lanes=_num_lanes(batch_size, len(source.shards)), seed=seed
+                source,
+                num_lanes=_num_lanes(batch_size, len(source.shards)),
+                seed=seed,
+                seq_len=seq_len,
             )
             for source in data.sources
         ]
         self.sizes = [seq_len, *(source.num_lanes for source in self.sources)]
         self.step = 0
         self.lanes: dict[tuple[int, int], Iterator[Any]] = {}
-        self.positions: list[Any] = []
+        self.positions: dict[tuple[int, int], list[Any]] = {}
         self.problems: list[str] = []
         self.num_problems = 0
         self.wait_s = 0.0
@@ -162,7 +148,7 @@ class StreamBatches:
             self._start()
         batch_size = self.shape[0]
         windows = np.zeros(self.shape, np.int32)
-        positions = {tuple(position[:2]): position for position in self.positions}
+        positions = {**self.positions}
         drawn = draw(self.bounds, self.step * batch_size + self.seed + np.arange(batch_size))
         for row, source in enumerate(drawn.tolist()):
             lane = self._lane(source, row)
@@ -171,16 +157,13 @@ class StreamBatches:
                 if row in self.rows:
                     windows[row] = tokens
         self.step += 1
-        self.positions = [*positions.values()]
+        self.positions = positions
         return text_batch(windows, self.bos_id)
 
     def get_state(self) -> dict[str, Any]:
         """Return the position in the stream; all processes call this together."""
-        lanes = {
-            tuple(position[:2]): position
-            for part in distributed.gather(self.positions)
-            for position in part
-        }
+        parts = distributed.gather([*self.positions.values()])
+        lanes = {tuple(position[:2]): position for part in parts for position in part}
         return {"batches": self.step, "sizes": self.sizes, "lanes": sorted(lanes.values())}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
@@ -197,7 +180,7 @@ class StreamBatches:
             )
         self.close()
         self.step = state["batches"]
-        self.positions = state["lanes"]
+        self.positions = {tuple(position[:2]): position for position in state["lanes"]}
 
     def figures(self) -> tuple[dict[str, Any], list[str]]:
         """Return what is logged, and lines about rows and files that were left out.
@@ -223,103 +206,73 @@ class StreamBatches:
         lanes = sorted(
             {self._lane(source, row) for source in range(len(self.sources)) for row in self.rows}
         )
-        in_memory = any(source.shards[0].startswith("memory:") for source in self.sources)
         for _ in lanes[: max(num_cores() - 1, 1)]:
-            self._workers.append(_Worker(self.sources, in_memory))
-        begun = {tuple(position[:2]): position for position in self.positions}
-        self.positions = []
+            self._workers.append(_Worker(self.sources))
+        begun = self.positions
+        self.positions = {}
         for index, lane in enumerate(lanes):
-            ask = functools.partial(self._workers[index % len(self._workers)].ask, *lane)
-            start = begun.get(lane, [*lane, [0] * 5, 0, 0, 0])
-            self.positions.append(start)
-            waiting = deque([ask(start[2])])
-            for _ in range(READ_AHEAD - 1):
-                waiting.append(ask(None))
-            self.lanes[lane] = self._rows(start, waiting, ask)
+            worker = self._workers[index % len(self._workers)]
+            position = begun.get(lane, [*lane, [*START], 0])
+            self.positions[lane] = position
+            future = worker.ask(*lane, position[2])
+            self.lanes[lane] = self._rows(worker, lane, future, position[3])
 
     def _rows(
-        self, start: Sequence[Any], waiting: deque[Future[Piece]], ask: Callable[..., Any]
+        self, worker: "_Worker", lane: tuple[int, int], future: Future[Stretch], taken: int
     ) -> Iterator[tuple[np.ndarray, list[Any]]]:
         """Yield the rows of a lane, and the position behind each.
 
-        A position is the numbers of the source and the lane, the position of the piece in which a
-        stretch begins, the tokens of it that are before that, the number of the stretch, and how
-        many of its rows have been taken.
+        A position is the numbers of the source and the lane, the position where a stretch begins,
+        and how many of its rows have been taken.
         """
-        *lane, _, offset, stretch, taken = start
         seq_len = self.shape[1] - 1
-        num_rows = max(min(STRETCH_ROWS, STRETCH_TOKENS // seq_len), 1)
-        read: deque[Piece] = deque()
         while True:
-            # Wait for the pieces of a stretch.
-            end = offset + num_rows * seq_len + 1
-            while sum(len(piece.tokens) for piece in read) < end:
-                begun_s = time.perf_counter()
-                piece = waiting.popleft().result()
-                self.wait_s += time.perf_counter() - begun_s
-                waiting.append(ask(None))
-                read.append(piece)
-                self.problems += piece.problems
-                self.num_problems += len(piece.problems)
+            # Wait for a stretch, and have the next one read.
+            begun_s = time.perf_counter()
+            position, tokens, problems = future.result()
+            self.wait_s += time.perf_counter() - begun_s
+            future = worker.ask(*lane, None)
+            self.problems += problems
+            self.num_problems += len(problems)
 
             # Shuffle its rows.
-            tokens = np.concatenate([piece.tokens for piece in read])[offset:end]
-            order = np.random.default_rng([self.seed, *lane, stretch]).permutation(num_rows)
-            rows = tokens[order[:, None] * seq_len + np.arange(seq_len + 1)]
-            position = [*lane, [*read[0].position], offset, stretch]
-            for index in range(taken, num_rows):
-                yield rows[index], [*position, index + 1]
-
-            # Go on behind it.
+            seeds = [self.seed, *lane, *position]
+            order = np.random.default_rng(seeds).permutation(len(tokens) // seq_len)
+            for index in range(taken, len(order)):
+                start = order[index] * seq_len
+                row = tokens[start : start + seq_len + 1]
+                yield row, [*lane, [*position], index + 1]
             taken = 0
-            stretch += 1
-            offset = end - 1
-            while offset >= len(read[0].tokens):
-                offset -= len(read.popleft().tokens)
 
 
 class _Worker:
-    """A process that reads pieces ahead, or a thread for files that only this process has."""
+    """A process that reads stretches ahead, and the thread that waits for it."""
 
-    def __init__(self, sources: Sequence[Source], in_memory: bool) -> None:
-        self.process: Any = None
-        self.reader = pieces.Reader(sources)
-        if not in_memory:
-            self.process = line_process.start(pieces.__name__)
-            pickle.dump(sources, self.process.stdin)
-        self.requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        threading.Thread(target=self._run, daemon=True).start()
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self.process: Any = line_process.start(stretches.__name__)
+        self.thread = ThreadPoolExecutor(1)
+        pickle.dump(sources, self.process.stdin)
 
-    def ask(self, *request: Any) -> Future[Piece]:
-        """Request a piece, see ``pieces.Reader.answer``."""
-        future: Future[Piece] = Future()
-        self.requests.put((future, request))
-        return future
-
-    def _run(self) -> None:
-        for future, request in iter(self.requests.get, None):
-            try:
-                reply = self._answer(request)
-            except (OSError, EOFError, ValueError) as error:
-                reply = JllamaError(f"a process that reads the data has ended: {error}")
-            if isinstance(reply, Exception):
-                future.set_exception(reply)
-            else:
-                future.set_result(reply)
+    def ask(self, *request: Any) -> Future[Stretch]:
+        """Request a stretch, see ``stretches.main``."""
+        return self.thread.submit(self._answer, request)
 
     def _answer(self, request: Any) -> Any:
-        if self.process is None:
-            return self.reader.answer(*request)
-        pickle.dump(request, self.process.stdin)
-        self.process.stdin.flush()
-        return pickle.load(self.process.stdout)
+        try:
+            pickle.dump(request, self.process.stdin)
+            self.process.stdin.flush()
+            reply = pickle.load(self.process.stdout)
+        except (OSError, EOFError, ValueError) as error:
+            raise JllamaError(f"a process that reads the data has ended: {error}") from error
+        if isinstance(reply, JllamaError):
+            raise reply
+        return reply
 
 
 def _close(workers: list[_Worker]) -> None:
     for worker in workers:
-        worker.requests.put(None)
-        if worker.process:
-            line_process.end(worker.process)
+        worker.thread.shutdown(wait=False, cancel_futures=True)
+        line_process.end(worker.process)
     workers.clear()
 
 
@@ -353,18 +306,25 @@ def prepare_stream(config: DataConfig, tokenizer: Tokenizer | None = None) -> St
         UsageError: the tokenizer is to be learned, or is not the one that wrote shards of tokens.
         JllamaError: a file cannot be read, or there is too little text.
     """
-    # 1. List the files.
+    # 1. List the files. Shards of tokens have a job.
     cache = cache_dir(config)
     weights = config.mixture or {config.path: 1.0}
     corpora = {path: corpus_files(path, cache, config.follow_links) for path in weights}
-    indices = {path: read_index(files) for path, files in corpora.items()}
+    jobs = {}
+    for path, files in corpora.items():
+        if TOKENS_JOB in files:
+            jobs[path] = json.loads(patiently(files[TOKENS_JOB], files[TOKENS_JOB].read_bytes))
 
     # 2. Load the tokenizer, and save it where the processes that read find it.
-    place = next((path for path, index in indices.items() if index), "")
-    if tokenizer is None and config.tokenizer == "bpe" and place:
-        tokenizer = load_tokenizer(fetch(as_place(place) / "tokenizer"))
-    elif tokenizer is None:
-        tokenizer = _find_tokenizer(config.tokenizer)
+    name = config.tokenizer
+    if name == "bpe" and jobs:
+        name = str(as_place(next(iter(jobs))) / TOKENIZER)
+    if tokenizer is None and name == "bpe":
+        raise UsageError(
+            "data.tokenizer is bpe, which is learned from all of the text; it must be bytes or "
+            "the path of a tokenizer for a stream, or init_from brings it"
+        )
+    tokenizer = tokenizer or find_tokenizer(name)
     fingerprint = tokenizer.fingerprint()
     folder = cache / f"tokenizer-{fingerprint[:16]}"
     if not folder.exists():
@@ -374,109 +334,79 @@ def prepare_stream(config: DataConfig, tokenizer: Tokenizer | None = None) -> St
     # 3. Make a source of each path, with its held-out text.
     sources = []
     held_out = []
+    parts = []
+    num_bytes = 0
     for path, files in corpora.items():
-        index = indices[path]
-        if index and index["tokenizer"] != fingerprint:
+        job = jobs.get(path, {})
+        stats = file_stats(files)
+        parts.append(job or [stat[:2] for stat in stats])
+        num_bytes += sum(size for _, size, _ in stats)
+        shards, held_out_shards = (
+            [str(file) for name, file in files.items() if not job or name.startswith(start)]
+            for start in (TOKENS, HELD_OUT)
+        )
+        if job and job["shards"] != len(shards):
+            raise JllamaError(
+                f"{path} has {len(shards)} of {job['shards']} shards of tokens: run jllama data "
+                "tokenize again, for those that are missing"
+            )
+        if job and job["tokenizer"] != fingerprint:
             raise UsageError(
                 f"{path} has tokens of another tokenizer than data.tokenizer or init_from; leave "
                 "data.tokenizer out, or take the model that it belongs to"
             )
-        shards = [
-            str(file) for name, file in files.items() if not index or name.startswith(f"{TOKENS}/")
-        ]
-        source = Source(
-            shards,
-            str(folder),
-            token_dtype(tokenizer).name,
-            bool(index),
-            config.text_field,
-            config.encoding,
-            config.bad_rows,
-        )
+        dtype = token_dtype(tokenizer).name
+        source = Source(held_out_shards, str(folder), dtype, bool(job), config)
         max_tokens = round(HELD_OUT_TOKENS * weights[path] / sum(weights.values()))
-        held_out_in = source
-        if index:
-            others = [str(file) for name, file in files.items() if name.startswith(f"{HELD_OUT}/")]
-            held_out_in = dataclasses.replace(source, shards=others)
-        limit, documents = _hold_out(held_out_in, tokenizer, config, max_tokens)
+        limit, documents = _hold_out(source, tokenizer, max_tokens)
         held_out += documents
-        source = dataclasses.replace(source, limit=limit)
-        sources.append(source)
+        sources.append(dataclasses.replace(source, shards=shards, limit=limit))
 
     # 4. Say what it is.
-    sizes = [[stats[:2] for stats in file_stats(files)] for files in corpora.values()]
     options = [config.text_field, config.encoding, config.bad_rows, config.validation_fraction]
-    parts = [
-        index.get("fingerprint", size) for index, size in zip(indices.values(), sizes, strict=True)
-    ]
     key = sha256(parts, [*weights.values()], options, fingerprint)
-    num_bytes = sum(size for listing in sizes for _, size in listing)
-    validation = np.concatenate(held_out) if held_out else np.zeros(0, np.uint16)
+    validation = np.concatenate([np.zeros(0, np.uint16), *held_out])
     return StreamDataset(tokenizer, sources, [*weights.values()], validation, key, num_bytes)
 
 
-def read_index(files: Mapping[str, Place]) -> Json:
-    """Return the index of shards of tokens; empty if the files are something else."""
-    if TOKENS_JOB not in files:
-        return {}
-    place = files.get(INDEX)
-    if place is None:
-        raise JllamaError(
-            f"{files[TOKENS_JOB].parent} has no {INDEX}: its shards of tokens are not complete, so "
-            "run jllama data tokenize again"
-        )
-    return json.loads(patiently(place, place.read_bytes))
-
-
-def _find_tokenizer(name: str) -> Tokenizer:
-    if name == "bpe":
-        raise UsageError(
-            "data.tokenizer is bpe, which is learned from all of the text; it must be bytes or "
-            "the path of a tokenizer for a stream, or init_from brings it"
-        )
-    return BytesTokenizer() if name == "bytes" else load_tokenizer(fetch(as_place(name)))
-
-
 def _hold_out(
-    source: Source, tokenizer: Tokenizer, config: DataConfig, max_tokens: int
+    source: Source, tokenizer: Tokenizer, max_tokens: int
 ) -> tuple[float, list[np.ndarray]]:
     """Return the highest ``hash_fraction`` that is held out, and the tokens of such documents.
 
-    The first documents of some shards, evenly spaced, are looked at. Shards of tokens are of
-    held-out documents alone.
+    The first documents of some shards, evenly spaced, are looked at. Of shards of held-out tokens
+    the first block is taken.
     """
     findings = source.findings()
-    fractions = []
+    fractions = set()
     documents = []
     lowest = 1.0
-    count = min(len(source.shards), _HELD_OUT_SHARDS)
-    for index in range(count):
-        shard = source.shards[index * len(source.shards) // count]
+    shards = source.shards[:: -(-len(source.shards) // _HELD_OUT_SHARDS)]
+    if source.has_tokens:
+        blocks = (
+            next(stretches.read_shard(source, shard, Cursor(), findings), np.zeros(0, source.dtype))
+            for shard in shards
+        )
+        return 0.0, [block[: max_tokens // len(shards)] for block in blocks]
+    for shard in shards:
         num_chars = 0
         num_tokens = 0
-        for document in pieces.read_shard(source, shard, Cursor(), findings):
-            fraction = 0.0
-            ids = document
-            if not source.has_tokens:
-                fraction = hash_fraction(cut_chunks([document]))
-                fractions.append(fraction)
-            if fraction <= max(config.validation_fraction, lowest):
-                if not source.has_tokens:
-                    ids = np.array(tokenize(tokenizer, document), source.dtype)
+        for document in stretches.read_shard(source, shard, Cursor(), findings):
+            fraction = hash_fraction([document])
+            if fraction <= max(source.config.validation_fraction, lowest):
+                ids = source.encode(tokenizer, document)
                 documents.append((fraction, ids))
                 num_tokens += len(ids)
+            fractions.add(fraction)
             lowest = min(lowest, fraction)
             num_chars += len(document)
-            is_enough = num_tokens * count >= max_tokens
-            if is_enough or num_chars * count >= _HELD_OUT_CHARS:
+            is_enough = num_tokens * len(shards) >= max_tokens
+            if is_enough or num_chars * len(shards) >= _HELD_OUT_CHARS:
                 break
-    if source.has_tokens:
-        return 0.0, [ids for _, ids in documents]
-    fractions = sorted({*fractions})
     if len(fractions) < 2:
         raise JllamaError(
             f"{source.shards[0]} and the files beside it have {len(fractions)} different "
             "documents; give at least 2, one of them to hold out"
         )
-    limit = float(held_out_limit(config, fractions))
+    limit = float(held_out_limit(source.config, sorted(fractions)))
     return limit, [ids for fraction, ids in documents if fraction <= limit]

@@ -97,23 +97,20 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
     read_chunks = functools.partial(_read_chunks, config, files.values(), notes)
 
     # 3. Load or train the tokenizer.
-    if tokenizer is None and config.tokenizer == "bytes":
-        tokenizer = BytesTokenizer()
-    elif tokenizer is None:
-        folder = fetch(as_place(config.tokenizer))
-        if config.tokenizer == "bpe":
-            key = sha256(_TRAINING_VERSION, corpus, config.vocab_size)
-            folder = cache / f"bpe-{key[:16]}"
-            if not folder.exists():
-                with (
-                    write_cached(folder) as partial,
-                    progress("learning a vocabulary", num_bytes, of_bytes=True) as advance,
-                ):
-                    chunks = read_chunks(advance)
-                    texts = (chunk.text for chunk in chunks if chunk.split == "train")
-                    partial.mkdir()
-                    train_sentencepiece(texts, config.vocab_size).save(partial)
+    if tokenizer is None and config.tokenizer == "bpe":
+        key = sha256(_TRAINING_VERSION, corpus, config.vocab_size)
+        folder = cache / f"bpe-{key[:16]}"
+        if not folder.exists():
+            with (
+                write_cached(folder) as partial,
+                progress("learning a vocabulary", num_bytes, of_bytes=True) as advance,
+            ):
+                chunks = read_chunks(advance)
+                texts = (chunk.text for chunk in chunks if chunk.split == "train")
+                partial.mkdir()
+                train_sentencepiece(texts, config.vocab_size).save(partial)
         tokenizer = load_tokenizer(folder)
+    tokenizer = tokenizer or find_tokenizer(config.tokenizer)
 
     # 4. Write the tokens, unless they are in the cache, and open them.
     key = sha256(corpus, tokenizer.fingerprint())
@@ -185,6 +182,11 @@ def _cut_chunks(
         waiting = part or waiting
     if waiting:
         yield Chunk(split, waiting, starts, True)
+
+
+def find_tokenizer(name: str) -> Tokenizer:
+    """Load a tokenizer by ``DataConfig.tokenizer``, which is not ``bpe``."""
+    return BytesTokenizer() if name == "bytes" else load_tokenizer(fetch(as_place(name)))
 
 
 def cache_dir(config: DataConfig) -> Path:

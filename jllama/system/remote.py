@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import re
+import shutil
 import sys
 import time
 import uuid
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from jllama.core import JllamaError
 from jllama.system.files import (
+    atomic_write,
     atomic_write_text,
     cache_folder,
     errors_as,
@@ -210,12 +212,17 @@ def _read_file(source: "UPath", target: Path, num_bytes: int) -> None:
         raise OSError(f"{size} of {num_bytes} bytes came")
 
 
-def upload(source: Path, place: "UPath", names: Iterable[str]) -> None:
+def upload(source: Path, place: Place, names: Iterable[str]) -> None:
     """Write files of a local folder to a place, several at a time. Each is complete or absent."""
 
     def write(name: str) -> None:
-        target = place / name if name else place
-        patiently(target, target.fs.put_file, str(source / name), target.path)
+        target: Any = place / name if name else place
+        if not isinstance(target, Path):
+            patiently(target, target.fs.put_file, str(source / name), target.path)
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(target, shared=True) as partial:
+            shutil.copyfile(source / name, partial)
 
     list(in_threads(write, names))
 
