@@ -195,20 +195,18 @@ def _listing(place: Any) -> tuple[Place, dict[str, tuple[int, str]]]:
 
     The URL of a glob ends before its first pattern; the files are those that match.
     """
-    parts = place.path.split("/")
-    is_pattern = [glob.has_magic(part) for part in parts]
+    pattern = place
+    while glob.has_magic(place.path):
+        place = place.parent
     matches = re.compile("").match
-    if any(is_pattern):
+    if place != pattern:
         from fsspec.utils import glob_translate
 
-        first = is_pattern.index(True)
-        matches = re.compile(glob_translate("/".join(parts[first:]))).match
-        for _ in parts[first:]:
-            place = place.parent
+        matches = re.compile(glob_translate(str(pattern.relative_to(place)))).match
     listed = {
         name: facts
         for name, facts in list_files(place).items()
-        if matches(name) and not any(part.startswith(".") for part in name.split("/"))
+        if matches(name) and "/." not in f"/{name}"
     }
     return place, listed
 

@@ -13,7 +13,6 @@ import dataclasses
 import json
 import pickle
 import time
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -29,6 +28,7 @@ from jllama.data.config import DataConfig
 from jllama.data.corpus import MAX_NAMED, Cursor, corpus_files, hash_fraction, write_cached
 from jllama.data.stretches import START, Source, Stretch
 from jllama.data.tokens import (
+    SPLITS,
     TOKENS_JOB,
     cache_dir,
     file_stats,
@@ -45,13 +45,11 @@ from jllama.system.remote import patiently
 from jllama.tokenizers.base import Tokenizer
 
 MAX_LANES = 64
-HELD_OUT_TOKENS = 1 << 20  # that validation uses
-_HELD_OUT_SHARDS = 16  # at most so many, evenly spaced, are looked at for them
-_HELD_OUT_CHARS = 1 << 27  # at most so many characters are
-TOKENS = "tokens/"
-HELD_OUT = "held_out/"
+_HELD_OUT_SHARDS = 16  # at most so many, evenly spaced, are looked at for held-out text
+_HELD_OUT_TOKENS = 1 << 20  # at most about so many tokens, if the shards are of tokens
+_HELD_OUT_CHARS = 1 << 25  # at most about so many characters are
 TOKENIZER = "tokenizer"
-"""What ``jllama data tokenize`` writes: two folders of shards, and their tokenizer."""
+"""The folder of the tokenizer in what ``jllama data tokenize`` writes."""
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio, and odd
 
 
@@ -138,7 +136,6 @@ class StreamBatches:
         self.num_problems = 0
         self.wait_s = 0.0
         self._workers: list[_Worker] = []
-        weakref.finalize(self, _close, self._workers)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -195,7 +192,10 @@ class StreamBatches:
 
     def close(self) -> None:
         """End the processes that read."""
-        _close(self._workers)
+        for worker in self._workers:
+            worker.thread.shutdown(wait=False, cancel_futures=True)
+            line_process.end(worker.process)
+        self._workers = []
         self.lanes = {}
 
     def _lane(self, source: int, row: int) -> tuple[int, int]:
@@ -269,13 +269,6 @@ class _Worker:
         return reply
 
 
-def _close(workers: list[_Worker]) -> None:
-    for worker in workers:
-        worker.thread.shutdown(wait=False, cancel_futures=True)
-        line_process.end(worker.process)
-    workers.clear()
-
-
 def _num_lanes(batch_size: int, num_shards: int) -> int:
     """Return the largest divisor of ``batch_size`` that is not over ``num_shards``."""
     limit = min(batch_size, num_shards, MAX_LANES)
@@ -342,8 +335,8 @@ def prepare_stream(config: DataConfig, tokenizer: Tokenizer | None = None) -> St
         parts.append(job or [stat[:2] for stat in stats])
         num_bytes += sum(size for _, size, _ in stats)
         shards, held_out_shards = (
-            [str(file) for name, file in files.items() if not job or name.startswith(start)]
-            for start in (TOKENS, HELD_OUT)
+            [str(file) for name, file in files.items() if not job or name.endswith(f"/{split}.bin")]
+            for split in SPLITS
         )
         if job and job["shards"] != len(shards):
             raise JllamaError(
@@ -357,8 +350,8 @@ def prepare_stream(config: DataConfig, tokenizer: Tokenizer | None = None) -> St
             )
         dtype = token_dtype(tokenizer).name
         source = Source(held_out_shards, str(folder), dtype, bool(job), config)
-        max_tokens = round(HELD_OUT_TOKENS * weights[path] / sum(weights.values()))
-        limit, documents = _hold_out(source, tokenizer, max_tokens)
+        share = weights[path] / sum(weights.values())
+        limit, documents = _hold_out(source, tokenizer, share)
         held_out += documents
         sources.append(dataclasses.replace(source, shards=shards, limit=limit))
 
@@ -369,44 +362,31 @@ def prepare_stream(config: DataConfig, tokenizer: Tokenizer | None = None) -> St
     return StreamDataset(tokenizer, sources, [*weights.values()], validation, key, num_bytes)
 
 
-def _hold_out(
-    source: Source, tokenizer: Tokenizer, max_tokens: int
-) -> tuple[float, list[np.ndarray]]:
+def _hold_out(source: Source, tokenizer: Tokenizer, share: float) -> tuple[float, list[np.ndarray]]:
     """Return the highest ``hash_fraction`` that is held out, and the tokens of such documents.
 
     The first documents of some shards, evenly spaced, are looked at. Of shards of held-out tokens
-    the first block is taken.
+    the first blocks are taken. ``share`` is the weight of the source.
     """
     findings = source.findings()
-    fractions = set()
-    documents = []
-    lowest = 1.0
     shards = source.shards[:: -(-len(source.shards) // _HELD_OUT_SHARDS)]
-    if source.has_tokens:
-        blocks = (
-            next(stretches.read_shard(source, shard, Cursor(), findings), np.zeros(0, source.dtype))
-            for shard in shards
-        )
-        return 0.0, [block[: max_tokens // len(shards)] for block in blocks]
+    max_size = share * (_HELD_OUT_TOKENS if source.has_tokens else _HELD_OUT_CHARS) / len(shards)
+    blocks = []
     for shard in shards:
-        num_chars = 0
-        num_tokens = 0
-        for document in stretches.read_shard(source, shard, Cursor(), findings):
-            fraction = hash_fraction([document])
-            if fraction <= max(source.config.validation_fraction, lowest):
-                ids = source.encode(tokenizer, document)
-                documents.append((fraction, ids))
-                num_tokens += len(ids)
-            fractions.add(fraction)
-            lowest = min(lowest, fraction)
-            num_chars += len(document)
-            is_enough = num_tokens * len(shards) >= max_tokens
-            if is_enough or num_chars * len(shards) >= _HELD_OUT_CHARS:
+        size = 0
+        for block in stretches.read_shard(source, shard, Cursor(), findings):
+            blocks.append(block)
+            size += len(block)
+            if size >= max_size:
                 break
-    if len(fractions) < 2:
+    if source.has_tokens:
+        return 0.0, blocks
+    documents = {hash_fraction([text]): text for text in blocks}
+    if len(documents) < 2:
         raise JllamaError(
-            f"{source.shards[0]} and the files beside it have {len(fractions)} different "
+            f"{source.shards[0]} and the files beside it have {len(documents)} different "
             "documents; give at least 2, one of them to hold out"
         )
-    limit = float(held_out_limit(source.config, sorted(fractions)))
-    return limit, [ids for fraction, ids in documents if fraction <= limit]
+    limit = float(held_out_limit(source.config, sorted(documents)))
+    held_out = [text for fraction, text in documents.items() if fraction <= limit]
+    return limit, [source.encode(tokenizer, text) for text in held_out]

@@ -1,7 +1,7 @@
 """From a corpus to token ids on disk: documents, their split, their tokenizer, flat files of ids.
 
 The work is done once and cached. All stages are generators over chunks of text, so memory does not
-grow with the corpus: ``read_corpus`` -> ``split_documents`` -> ``_write_tokens``.
+grow with the corpus: ``read_corpus`` -> ``split_documents`` -> ``write_tokens``.
 """
 
 import collections
@@ -121,7 +121,7 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
             progress("tokenizing", num_bytes, of_bytes=True) as advance,
         ):
             partial.mkdir()
-            _write_tokens(read_chunks(advance), tokenizer, partial, notes)
+            write_tokens(read_chunks(advance), tokenizer, partial, notes)
     advice = f"{folder} must be deleted, since it does not hold what was written there"
     with errors_as(advice, OSError, ValueError, KeyError, TypeError):
         counts = json.loads((folder / "counts.json").read_text())
@@ -158,14 +158,14 @@ def split_documents(documents: Iterable[Document], validation_fraction: float) -
         if len(first) <= FEW_DOCUMENTS:
             num_chars = sum(map(len, document()))
             end = round(num_chars * (1 - validation_fraction))
-            yield from _cut_chunks("train", document(), end=end)
-            yield from _cut_chunks("validation", document(), start=end)
+            yield from split_chunks("train", document(), end=end)
+            yield from split_chunks("validation", document(), start=end)
         else:
             is_held_out = hash_fraction(document()) < validation_fraction
-            yield from _cut_chunks("validation" if is_held_out else "train", document())
+            yield from split_chunks("validation" if is_held_out else "train", document())
 
 
-def _cut_chunks(
+def split_chunks(
     split: str, texts: Iterable[str], start: int = 0, end: int = sys.maxsize
 ) -> Iterator[Chunk]:
     """Yield the characters from ``start`` to ``end`` of a document that comes in parts."""
@@ -213,8 +213,12 @@ def file_stats(files: Files) -> list[tuple[str, int, int | str]]:
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
 
-def _write_tokens(
-    chunks: Iterable[Chunk], tokenizer: Tokenizer, folder: Path, notes: list[str]
+def write_tokens(
+    chunks: Iterable[Chunk],
+    tokenizer: Tokenizer,
+    folder: Path,
+    notes: list[str],
+    may_be_empty: bool = False,
 ) -> None:
     """Write ``train.bin``, ``validation.bin`` and ``counts.json``, with the documents in order.
 
@@ -226,7 +230,7 @@ def _write_tokens(
     held_out = bytearray()
     digests = {split: hashlib.sha256() for split in SPLITS}
     encode = functools.partial(_encode_group, tokenizer, dtype)
-    for ids in ordered_map(encode, _group_chunks(chunks, counts, held_out)):
+    for ids in _ordered_map(encode, _group_chunks(chunks, counts, held_out)):
         for split in SPLITS:
             with (folder / f"{split}.bin").open("ab") as file:
                 file.write(ids[split].data)
@@ -234,7 +238,7 @@ def _write_tokens(
             counts[split]["tokens"] += len(ids[split])
 
     for split in SPLITS:
-        if not counts[split]["tokens"]:
+        if not (may_be_empty or counts[split]["tokens"]):
             num_documents = sum(count["documents"] for count in counts.values())
             raise JllamaError(
                 f"the {split} split is empty: the corpus has {num_documents} documents, "
@@ -291,7 +295,7 @@ def _encode_group(
     return {split: np.array(ids[split], dtype) for split in SPLITS}
 
 
-def ordered_map(function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+def _ordered_map(function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
     """Compute ``function(item)`` in threads and yield the results in the order of the items.
 
     At most two items for each core are under way, so the items are never all in memory.

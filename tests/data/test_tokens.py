@@ -221,14 +221,14 @@ def test_the_cache_is_used_until_the_corpus_or_the_tokenizer_changes(corpus, mon
     bpe = prepare_data(config(corpus, **options))
     with monkeypatch.context() as patch:
         patch.setattr(tokens, "train_sentencepiece", None)
-        patch.setattr(tokens, "_write_tokens", None)
+        patch.setattr(tokens, "write_tokens", None)
         assert prepare_data(config(corpus)).fingerprint == first.fingerprint
         assert prepare_data(config(corpus, **options)).fingerprint == bpe.fingerprint
         patch.setenv("JLLAMA_CACHE", str(corpus.parent / "cache"))
         assert prepare_data(config(corpus, cache_dir="")).fingerprint == first.fingerprint
     seen = {first.fingerprint, bpe.fingerprint}
-    write = mock.Mock(side_effect=tokens._write_tokens)
-    monkeypatch.setattr(tokens, "_write_tokens", write)
+    write = mock.Mock(side_effect=tokens.write_tokens)
+    monkeypatch.setattr(tokens, "write_tokens", write)
 
     def is_new(**changes):
         fingerprint = prepare_data(config(corpus, **changes)).fingerprint
@@ -308,14 +308,14 @@ def test_a_rename_that_fails_is_told(corpus, monkeypatch):
 
 
 def test_two_processes_may_prepare_the_same(corpus, monkeypatch):
-    write = tokens._write_tokens
+    write = tokens.write_tokens
 
     def write_while_another_finishes(*args):
-        monkeypatch.setattr(tokens, "_write_tokens", write)
+        monkeypatch.setattr(tokens, "write_tokens", write)
         prepare_data(config(corpus))
         write(*args)
 
-    monkeypatch.setattr(tokens, "_write_tokens", write_while_another_finishes)
+    monkeypatch.setattr(tokens, "write_tokens", write_while_another_finishes)
     dataset = prepare_data(config(corpus))
     assert len(dataset.train) == dataset.counts["train"]["tokens"]
     assert len(list((corpus.parent / "cache").iterdir())) == 1
