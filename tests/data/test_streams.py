@@ -22,6 +22,7 @@ from backports import zstd
 from helpers import run_command, trained_smollm
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from servers import Faults, faulty_proxy, using
 
 from jllama.core import JllamaError, UsageError
 from jllama.data import corpus, streams, stretches
@@ -378,6 +379,23 @@ def test_a_failing_server_is_asked_again(monkeypatch):
     monkeypatch.setattr("time.sleep", lambda _: None)
     actual, _ = batches(prepare(folder), 5)
     np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "txt.zst"])
+def test_a_bucket_that_fails_gives_the_same_batches(kind, bucket, monkeypatch):
+    folder = write_shards(None, 3, kind)
+    expected, states = batches(prepare(folder), 10)
+    for name, file in corpus_files(folder, None).items():
+        target = as_place(bucket.url) / name
+        target.fs.pipe_file(target.path, file.read_bytes())
+    monkeypatch.setattr("jllama.system.remote._PAUSES_S", (0.01,))
+    faults = Faults(["503", "reset", "cut"] * 2, only="GET .*0000")
+    with faulty_proxy(bucket.server, faults) as proxy, using(proxy):
+        actual, _ = batches(prepare(bucket.url), 10)
+        rest, _ = batches(prepare(bucket.url), 3, state=states[6])
+    assert proxy.injected == {"503": 2, "reset": 2, "cut": 2}
+    np.testing.assert_array_equal(actual, expected)
+    np.testing.assert_array_equal(rest, expected[6:9])
 
 
 # Mixtures
