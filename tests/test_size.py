@@ -22,10 +22,10 @@ EVERYTHING = [*PACKAGE.rglob("*.py")]
 MAX_TOKENS = {
     "core": (CORE, 15_000),
     "training/loop": ([PACKAGE / "training/loop.py"], 46_000),
-    "training/run": ([PACKAGE / "training/run.py"], 130_250),
+    "training/run": ([PACKAGE / "training/run.py"], 130_850),
     "generation/generate": ([PACKAGE / "generation/generate.py"], 40_000),
 }
-MAX_EVERYTHING = 217_550
+MAX_EVERYTHING = 218_150
 LAYOUT = {
     tokenize.COMMENT,
     tokenize.NL,

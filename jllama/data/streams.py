@@ -262,7 +262,7 @@ class _Worker:
             pickle.dump(request, self.process.stdin)
             self.process.stdin.flush()
             reply = pickle.load(self.process.stdout)
-        except (OSError, EOFError, ValueError) as error:
+        except (OSError, EOFError, ValueError, pickle.UnpicklingError) as error:
             raise JllamaError(f"a process that reads the data has ended: {error}") from error
         if isinstance(reply, JllamaError):
             raise reply

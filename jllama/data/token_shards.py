@@ -2,7 +2,7 @@
 
 ``PLACE/00000/train.bin`` has the tokens of the first file of the corpus, each document in BOS,
 tokens, EOS, and ``PLACE/00000/validation.bin``, which is written first, those of its held-out
-documents. ``PLACE/tokens.json`` says what is tokenized, and how many shards there will be.
+documents. ``PLACE/jllama_tokens.json`` says what is tokenized, and how many shards there will be.
 """
 
 import json

@@ -10,6 +10,7 @@ import gzip
 import hashlib
 import itertools
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -46,7 +47,9 @@ FEW_DOCUMENTS = 32  # up to this many, each document is split; above, a document
 GROUP_CHARS = 1 << 18  # what a thread tokenizes at a time: one long chunk or many short ones
 GZIP_LIMIT = 1 << 26  # bytes of validation text that gzip is measured on
 SPLITS = ("train", "validation")
-TOKENS_JOB = "tokens.json"  # what ``jllama data tokenize`` writes first, see ``token_shards``
+TOKENS_JOB = (
+    "jllama_tokens.json"  # what ``jllama data tokenize`` writes first, see ``token_shards``
+)
 
 
 class Chunk(NamedTuple):
@@ -196,7 +199,7 @@ def cache_dir(config: DataConfig) -> Path:
 
 def is_stream(config: DataConfig) -> bool:
     """Return whether text is read as a stream, by ``jllama.data.streams``."""
-    place = as_place(config.path)
+    place = as_place(os.path.expanduser(config.path))
     is_local = isinstance(place, Path)
     has_tokens = is_local and (place / TOKENS_JOB).is_file()
     return config.stream or bool(config.mixture) or not is_local or has_tokens

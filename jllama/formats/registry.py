@@ -29,9 +29,9 @@ from jllama.models.language_model import LanguageModel
 from jllama.system import cache
 from jllama.system.errors import no_tokenizer
 from jllama.system.files import atomic_write, errors_as, refuse_special_files, restore_replaced
-from jllama.system.places import Place, as_place, overlap
+from jllama.system.places import Place, as_place
 from jllama.system.progress import progress
-from jllama.system.remote import fetch, list_files, publish
+from jllama.system.remote import fetch, list_files, overlap, publish
 from jllama.templates.messages import with_date
 from jllama.tokenizers import loading
 from jllama.tokenizers.base import Tokenizer

@@ -82,12 +82,6 @@ def name_of(folder: str | os.PathLike[str]) -> str:
     return mark.read_text(encoding="utf-8") if mark.is_file() else os.fspath(folder)
 
 
-def overlap(place: str, other: str) -> bool:
-    """Return whether two URLs are the same, or one lies in the other."""
-    texts = sorted(f"{as_place(text)}".rstrip("/") + "/" for text in (place, other))
-    return is_url(place) and is_url(other) and texts[1].startswith(texts[0])
-
-
 def local_path(place: str | os.PathLike[str]) -> Path:
     """Return a local path; raise ``UsageError`` for a URL."""
     local = as_place(place)

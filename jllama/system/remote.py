@@ -26,7 +26,7 @@ from jllama.system.files import (
     read_optional_json,
     remove,
 )
-from jllama.system.places import Place
+from jllama.system.places import Place, as_place, is_url
 from jllama.system.progress import progress
 
 if TYPE_CHECKING:
@@ -225,6 +225,12 @@ def upload(source: Path, place: Place, names: Iterable[str]) -> None:
             shutil.copyfile(source / name, partial)
 
     list(in_threads(write, names))
+
+
+def overlap(place: str, other: str) -> bool:
+    """Return whether two URLs are the same, or one lies in the other."""
+    texts = sorted(f"{as_place(text)}".rstrip("/") + "/" for text in (place, other))
+    return is_url(place) and is_url(other) and texts[1].startswith(texts[0])
 
 
 def publish(source: Path, place: "UPath", before: Collection[str] = ()) -> None:

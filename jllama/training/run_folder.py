@@ -29,8 +29,8 @@ from jllama.system.files import (
     read_lines,
     remove,
 )
-from jllama.system.places import PLACE, as_place, is_url, name_of, overlap
-from jllama.system.remote import delete, list_files
+from jllama.system.places import PLACE, as_place, is_url, name_of
+from jllama.system.remote import delete, list_files, overlap
 from jllama.training.config import OptimizerConfig, TrainConfig
 from jllama.training.optimizer import learning_rate_at
 

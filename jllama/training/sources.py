@@ -20,6 +20,7 @@ from jllama.parallel import distributed
 from jllama.score.scoring import TextScore
 from jllama.system.files import atomic_write, errors_as
 from jllama.system.progress import progress
+from jllama.system.stop import exit_now
 from jllama.training.compiling import Training, put_on_devices
 from jllama.training.metrics import Evaluation, add_exactly
 from jllama.training.plan import Plan
@@ -65,7 +66,18 @@ class Source:
         Raises:
             StopIteration: there are no more.
         """
-        return next(self.stream)
+        try:
+            return next(self.stream)
+        except JllamaError as error:
+            if self.is_stream and jax.process_count() > 1:
+                # The others do not know of it, and wait in the step.
+                exit_now(f"error: {error}", 1)
+            raise
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the data are a ``StreamDataset``, whose module is imported only for one."""
+        return getattr(self.data, "is_stream", False)
 
     @property
     def is_between(self) -> bool:
@@ -150,11 +162,6 @@ class DataSource(Source):
         """End the processes that read a stream."""
         if self.is_stream and self.stream:
             self.stream.close()
-
-    @property
-    def is_stream(self) -> bool:
-        """Whether the data are a ``StreamDataset``, whose module is imported only for one."""
-        return getattr(self.data, "is_stream", False)
 
 
 def share_of_padding(batches: Sequence[Batch]) -> float:
