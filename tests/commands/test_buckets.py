@@ -295,7 +295,8 @@ def start_processes(workshop, bucket, folder, url, count, *words):
 def test_processes_end_with_an_earlier_checkpoint_as_the_best(bucket, workshop, tmp_path, axis):
     """It is read again, with the parts that other processes have saved."""
     url = f"{bucket.url}/run"
-    words = ("--training.steps", 3, "--optimizer.learning_rate", 0.2, f"--mesh.{axis}", 2)
+    words = ("--training.steps", 3, f"--mesh.{axis}", 2)
+    words += ("--optimizer.learning_rate", 2, "--optimizer.warmup_steps", 3)  # worse and worse
     started = start_processes(workshop, bucket, tmp_path, url, 2, *words)
     done = [workshop.finish(process) for process in started]
     assert [each.code for each in done] == [0, 0], done
