@@ -87,17 +87,11 @@ def mirrored(folder: Path, run_dir: str) -> Iterator[None]:
             mirror.close()
             if end_together:  # while one copies, the others must stay
                 distributed.max_over_processes(0)
-        clear_working_folder(folder)
+        for name in (CHECKPOINTS, COPIES):  # loggers may still write what is small
+            remove(folder / name)
     finally:
         if owner:
             owner.release()
-
-
-def clear_working_folder(folder: Path) -> None:
-    """Remove everything but the locks."""
-    for path in folder.iterdir():
-        if not path.name.startswith("in_use"):
-            remove(path)
 
 
 class Mirror:
@@ -116,7 +110,9 @@ class Mirror:
         files = list_files(place)
         whole = committed(files)
         folder.mkdir(parents=True, exist_ok=True)
-        clear_working_folder(folder)
+        for path in folder.iterdir():
+            if not path.name.startswith("in_use"):
+                remove(path)
         needed = [name for name in whole if not _ARRAYS.match(name)]
         download(place, folder, {name: whole[name] for name in needed})
         (folder / PLACE).write_text(str(place))
