@@ -25,7 +25,7 @@ STRETCH_ROWS = 64
 STRETCH_TOKENS = 1 << 18  # a stretch has fewer rows if they are long
 _BLOCK_TOKENS = 1 << 18
 
-Position = tuple[int, ...]
+Position = Sequence[int]
 """The epoch, the number of shards of the lane that are done in it, the fields of a cursor that is
 before a document, and the tokens of the document that are done."""
 START = (0, 0, 0, 0, 0)

@@ -13,8 +13,8 @@ from jllama.core import UsageError, check_fields
 from jllama.data.batches import num_epoch_rows
 from jllama.data.chats import data_task, prepare_chats
 from jllama.data.config import DataConfig
-from jllama.data.datasets import BatchSource, Dataset, TrainingData
-from jllama.data.prompts import PromptDataset, prepare_prompts
+from jllama.data.datasets import BatchSource, Dataset
+from jllama.data.prompts import prepare_prompts
 from jllama.data.tokens import is_stream, prepare_data
 from jllama.formats.registry import open_checkpoint
 from jllama.formats.run import read_config
@@ -123,7 +123,7 @@ def final_evaluation(config: TrainConfig, step: int, console: Console) -> Evalua
 
 def complete(
     config: TrainConfig, folder: Path | None, source: BatchSource | None = None
-) -> tuple[TrainConfig, TrainingData | PromptDataset, Checkpoint | None, LanguageModel]:
+) -> tuple[TrainConfig, Any, Checkpoint | None, LanguageModel]:
     """Return the complete configuration, its data, the checkpoint to begin from, and the model.
 
     The checkpoint is None if there is none; the model has no weights.

@@ -333,7 +333,7 @@ def test_two_thousand_shards_are_listed_by_one_request(monkeypatch):
     with fsspec.open(f"{folder}/.hidden.jsonl", "w") as file:
         file.write("no")
     requests, _ = count_requests(monkeypatch)
-    files = corpus_files(folder, None)
+    files = corpus_files(folder, Path())
     stats = file_stats(files)
     assert requests["find"] == 1
     assert sum(requests.values()) <= 3
@@ -350,15 +350,15 @@ def test_files_folders_and_globs_at_a_url():
     write_shard(f"{folder}/a/b/x.txt", ["x"], "txt")
     write_shard(f"{folder}/a/.c/x.txt", ["x"], "txt")
     names = ["00000.jsonl", "00001.jsonl", "00002.jsonl"]
-    assert [*corpus_files(folder, None)] == [*names, "a/b/x.txt"]
-    assert [*corpus_files(f"{folder}/00001.jsonl", None)] == names[1:2]
-    assert [*corpus_files(f"{folder}/*.jsonl", None)] == names
-    assert [*corpus_files(f"{folder}/0000[12]*", None)] == names[1:]
-    assert [*corpus_files(f"{folder}/**/*.txt", None)] == ["a/b/x.txt"]
-    (file,) = corpus_files(f"{folder}/00001.jsonl", None).values()
+    assert [*corpus_files(folder, Path())] == [*names, "a/b/x.txt"]
+    assert [*corpus_files(f"{folder}/00001.jsonl", Path())] == names[1:2]
+    assert [*corpus_files(f"{folder}/*.jsonl", Path())] == names
+    assert [*corpus_files(f"{folder}/0000[12]*", Path())] == names[1:]
+    assert [*corpus_files(f"{folder}/**/*.txt", Path())] == ["a/b/x.txt"]
+    (file,) = corpus_files(f"{folder}/00001.jsonl", Path()).values()
     assert file.read_bytes().startswith(b'{"text": "<1/0>')
     with pytest.raises(JllamaError, match="has no files"):
-        corpus_files(f"{folder}/none*", None)
+        corpus_files(f"{folder}/none*", Path())
 
 
 def test_a_failing_server_is_asked_again(monkeypatch):
@@ -385,7 +385,7 @@ def test_a_failing_server_is_asked_again(monkeypatch):
 def test_a_bucket_that_fails_gives_the_same_batches(kind, bucket, monkeypatch):
     folder = write_shards(None, 3, kind)
     expected, states = batches(prepare(folder), 10)
-    for name, file in corpus_files(folder, None).items():
+    for name, file in corpus_files(folder, Path()).items():
         target = as_place(bucket.url) / name
         target.fs.pipe_file(target.path, file.read_bytes())
     monkeypatch.setattr("jllama.system.remote._PAUSES_S", (0.01,))
