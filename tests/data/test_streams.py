@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
+from pathlib import Path
 from unittest import mock
 
 import fsspec
