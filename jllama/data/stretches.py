@@ -5,6 +5,7 @@ source, its lane and the position where it begins, whoever reads it.
 """
 
 import dataclasses
+import functools
 import os
 import pickle
 from collections import deque
@@ -77,6 +78,12 @@ class Stretch(NamedTuple):
     problems: list[str]
 
 
+@functools.cache
+def _tokenizer(folder: str) -> Tokenizer:
+    """Load a tokenizer once for all lanes: a large one takes 50 MB."""
+    return load_tokenizer(folder)
+
+
 def read_stretches(source: Source, lane: int, position: Position) -> Iterator[Stretch]:
     """Yield the stretches of a lane from a position on, without an end.
 
@@ -109,7 +116,7 @@ def _documents(
 
     Shards of tokens have blocks instead of documents.
     """
-    tokenizer = load_tokenizer(source.tokenizer)
+    tokenizer = _tokenizer(source.tokenizer)
     epoch, turn, *begun = position
     while True:
         is_empty = True
