@@ -47,9 +47,8 @@ FEW_DOCUMENTS = 32  # up to this many, each document is split; above, a document
 GROUP_CHARS = 1 << 18  # what a thread tokenizes at a time: one long chunk or many short ones
 GZIP_LIMIT = 1 << 26  # bytes of validation text that gzip is measured on
 SPLITS = ("train", "validation")
-TOKENS_JOB = (
-    "jllama_tokens.json"  # what ``jllama data tokenize`` writes first, see ``token_shards``
-)
+TOKENS_JOB = "jllama_tokens.json"
+"""What ``jllama data tokenize`` writes before its shards, see ``token_shards``."""
 
 
 class Chunk(NamedTuple):

@@ -160,8 +160,6 @@ class Mirror:
 
     def _copy(self) -> None:
         """Copy new checkpoints and changed files, and delete what is no longer here."""
-        if self.owner:
-            self.owner.check()
         linked = self._linked_steps()
         for step in linked:
             is_saved = (self.folder / CHECKPOINTS / str(step)).exists()
@@ -194,15 +192,16 @@ class Mirror:
         """Copy this process's part of a checkpoint; as the owner, make it complete."""
         copy = self.folder / COPIES / step
         target = self.place / CHECKPOINTS / step
-        index = jax.process_index()
-        names = [name for name in list_files(copy) if index == 0 or name.count("/") > 1]
+        if self.owner:
+            self.owner.check()
+        names = [name for name in list_files(copy) if self.owner or name.count("/") > 1]
         upload(copy, target, names)
-        if index:
-            patiently(target, target.fs.pipe_file, f"{target.path}/part.{index}", b"")
+        if self.owner is None:
+            part = f"{target.path}/part.{jax.process_index()}"
+            patiently(target, target.fs.pipe_file, part, b"")
         else:
             self._wait_for_parts(target)
             self._copy_files()
-            assert self.owner
             self.owner.check()
             content = json.dumps({"step": int(step), "processes": jax.process_count()})
             patiently(target, target.fs.pipe_file, f"{target.path}/{COMPLETE}", content.encode())
