@@ -59,6 +59,9 @@ def using(server: Server) -> Iterator[Server]:
             template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
             patch.setattr(constants, "ENDPOINT", server.url)
             patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+            # Other tests forbid the hub to all processes that they start.
+            patch.delenv("HF_HUB_OFFLINE", raising=False)
+            patch.setattr(constants, "HF_HUB_OFFLINE", False)
         if "FSSPEC_GCS_TOKEN" in server.environment:  # and so is this
             options = {"token": server.environment["FSSPEC_GCS_TOKEN"]}
             patch.setitem(fsspec.config.conf, "gcs", options)
