@@ -18,7 +18,7 @@ from jllama.core.model import initial_params
 from jllama.formats.registry import save
 from jllama.models.language_model import LanguageModel
 from jllama.templates.messages import TEMPLATES
-from jllama.training.report import _COLORS
+from jllama.training.report import COLORS
 
 pytestmark = pytest.mark.browser
 QUESTIONS = ["Where do you live, and who with?", "What <b>is</b> your name?"]
@@ -127,7 +127,7 @@ def test_a_page_is_whole_and_readable(pages, browser, name, size, scheme, tmp_pa
     # The curves are there, and can be seen: two colors of a run, or one of each.
     strokes = (rgba(color)[:3] for color in seen["lines"] if color.startswith("rgb"))
     drawn = {tuple(np.round(255 * color).astype(int)) for color in strokes}
-    for color in (tuple(bytes.fromhex(color[1:])) for color in _COLORS[:2]):
+    for color in (tuple(bytes.fromhex(color[1:])) for color in COLORS[:2]):
         assert color in drawn
         assert contrast(np.array(color) / 255, ground) > VISIBLE
         near = np.abs(255 * picture - np.array(color)).max(axis=-1) < 24
@@ -146,7 +146,7 @@ def test_a_script_that_got_into_a_page_does_not_run(pages, browser, tmp_path):
 
 @pytest.mark.parametrize("ground", ["ffffff", "121212"])
 def test_every_color_of_a_curve_can_be_seen(ground):
-    for color in _COLORS:
+    for color in COLORS:
         one, other = (
             np.frombuffer(bytes.fromhex(text), np.uint8) / 255 for text in (color[1:], ground)
         )

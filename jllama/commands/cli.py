@@ -48,6 +48,7 @@ COMMANDS = {
     "data": "show what a model learns from a chat file, or tokenize texts once",
     "bench": "measure training, generation and start-up, beside limits and peers",
     "plan": "predict memory and speed on TPUs or GPUs that are not present",
+    "speedrun": "make a chat model from text, by all stages",
     "doctor": "show versions and devices, and run self-checks",
 }
 

@@ -33,7 +33,7 @@ def main(argv: list[str], prog: str) -> int:
     options = parse(ReportOptions, argv, prog, ("runs",))
     from jllama.formats.bucket import without_checkpoints
     from jllama.formats.run import read_config
-    from jllama.system.files import METRICS, check_writable, errors_as, read_lines
+    from jllama.system.files import METRICS, SPEEDRUN, check_writable, errors_as, read_lines
     from jllama.system.places import as_place
     from jllama.system.remote import fetch
     from jllama.training.loggers import LOGGERS, check_logger, finite_numbers
@@ -41,6 +41,12 @@ def main(argv: list[str], prog: str) -> int:
 
     places = [as_place(run) for run in dict.fromkeys(options.runs)]
     folders = [fetch(place, without_checkpoints) for place in places]
+    if len(folders) == 1 and (folders[0] / SPEEDRUN).exists():
+        from jllama.lab.report_card import write_card
+
+        write_card(folders[0])
+        print(f"wrote {folders[0] / REPORT}", file=sys.stderr)
+        return 0
     is_in_run = len(places) == 1 and isinstance(places[0], Path)
     target = Path(options.output or (folders[0] / REPORT if is_in_run else REPORT))
     check_logger(options.logger)

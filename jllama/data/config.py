@@ -29,8 +29,8 @@ class DataConfig:
         bad_rows: rows and files that cannot be learned from are all named and refused
             (``refuse``), or left out and counted (``skip``).
         follow_links: read files outside a folder that links in it lead to.
-        tokenizer: ``bpe`` trains one like Llama 2's on the training split, ``bytes`` needs no
-            training; or the path of a tokenizer.
+        tokenizer: ``bpe`` trains one like Llama 2's, on the training split or the beginning of a
+            stream, ``bytes`` needs no training; or the path of a tokenizer.
         vocab_size: the number of tokens of the ``bpe`` to train.
         validation_fraction: the part of the text that is held out.
         too_long: a conversation of more than ``training.seq_len`` + 1 tokens loses its end

@@ -10,6 +10,7 @@ its rows have been taken. So a run goes on by reading each lane's last stretch a
 """
 
 import dataclasses
+import itertools
 import json
 import pickle
 import time
@@ -25,7 +26,15 @@ from jllama.core.step import Batch
 from jllama.data import stretches
 from jllama.data.batches import text_batch, validation_batches
 from jllama.data.config import DataConfig
-from jllama.data.corpus import MAX_NAMED, Cursor, corpus_files, hash_fraction, write_cached
+from jllama.data.corpus import (
+    MAX_NAMED,
+    Cursor,
+    Findings,
+    corpus_files,
+    hash_fraction,
+    read_corpus,
+    write_cached,
+)
 from jllama.data.stretches import START, Source, Stretch
 from jllama.data.tokens import (
     SPLITS,
@@ -43,11 +52,14 @@ from jllama.system.devices import num_cores
 from jllama.system.places import as_place
 from jllama.system.remote import patiently
 from jllama.tokenizers.base import Tokenizer
+from jllama.tokenizers.sentencepiece import train_sentencepiece
 
 MAX_LANES = 64
 _HELD_OUT_SHARDS = 16  # at most so many, evenly spaced, are looked at for held-out text
 _HELD_OUT_TOKENS = 1 << 20  # at most about so many tokens, if the shards are of tokens
 _HELD_OUT_CHARS = 1 << 25  # at most about so many characters are
+LEARNED_CHUNKS = 1 << 15
+"""The documents, or parts of long ones, at the beginning of a stream that ``bpe`` learns from."""
 TOKENIZER = "tokenizer"
 """The folder of the tokenizer in what ``jllama data tokenize`` writes."""
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio, and odd
@@ -296,7 +308,7 @@ def prepare_stream(config: DataConfig, tokenizer: Tokenizer | None = None) -> St
         tokenizer: replaces ``config.tokenizer``.
 
     Raises:
-        UsageError: the tokenizer is to be learned, or is not the one that wrote shards of tokens.
+        UsageError: the tokenizer is not the one that wrote shards of tokens.
         JllamaError: a file cannot be read, or there is too little text.
     """
     # 1. List the files. Shards of tokens have a job.
@@ -313,10 +325,10 @@ def prepare_stream(config: DataConfig, tokenizer: Tokenizer | None = None) -> St
     if name == "bpe" and jobs:
         name = str(as_place(next(iter(jobs))) / TOKENIZER)
     if tokenizer is None and name == "bpe":
-        raise UsageError(
-            "data.tokenizer is bpe, which is learned from all of the text; it must be bytes or "
-            "the path of a tokenizer for a stream, or init_from brings it"
-        )
+        files = itertools.chain.from_iterable(files.values() for files in corpora.values())
+        documents = read_corpus(files, config.text_field, config.encoding, Findings("skip"))
+        chunks = itertools.chain.from_iterable(document() for document in documents)
+        tokenizer = train_sentencepiece(itertools.islice(chunks, LEARNED_CHUNKS), config.vocab_size)
     tokenizer = tokenizer or find_tokenizer(name)
     fingerprint = tokenizer.fingerprint()
     folder = cache / f"tokenizer-{fingerprint[:16]}"

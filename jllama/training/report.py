@@ -27,7 +27,7 @@ from jllama.system.places import name_of
 Records = Sequence[Mapping[str, Any]]
 REPORT = "report.html"
 _HEAD = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
-_COLORS = [
+COLORS = [
     "#2a78c2",
     "#d0611c",
     "#2c8f5a",
@@ -38,7 +38,7 @@ _COLORS = [
     "#2b8a97",
 ]
 """Colors of curves, legible on light and dark."""
-_LOOK: dict[Any, Any] = {
+LOOK: dict[Any, Any] = {
     "axes.facecolor": "none",
     "axes.spines.right": False,
     "axes.spines.top": False,
@@ -141,7 +141,7 @@ def write_report(folders: Sequence[Path], target: Path) -> None:
     charts = "".join(_chart(curves, key, text) for key, text in titles.items())
     legend = ""
     if is_comparison:
-        for name, color in zip(curves, itertools.cycle(_COLORS)):
+        for name, color in zip(curves, itertools.cycle(COLORS)):
             legend += f"<b style='color:{color}'>&#9632;</b> {html.escape(name)} &emsp; "
         legend = f"<p>{legend}validation is dashed</p>"
     parts = {
@@ -232,7 +232,7 @@ def _chart(runs: Mapping[str, Records], key: str, title: str) -> str:
     """Draw one figure of one or several runs over the steps, as an SVG element."""
     is_single = len(runs) == 1
     lines = ((key, "-", "training"), (f"validation_{key}", "o--", "validation"))
-    with matplotlib.rc_context(_LOOK):
+    with matplotlib.rc_context(LOOK):
         figure = Figure(figsize=(4.2, 2.8))
         # The axes are fixed, since layouts are slow.
         axis = figure.add_axes((0.17, 0.15, 0.81, 0.74), title=title, xlabel="step")
@@ -246,16 +246,16 @@ def _chart(runs: Mapping[str, Records], key: str, title: str) -> str:
                 steps = [record["step"] for record in records]
                 values = [record[name] for record in records]
                 color_index = line_index if is_single else run_index
-                color = _COLORS[color_index % len(_COLORS)]
+                color = COLORS[color_index % len(COLORS)]
                 axis.plot(
                     steps, values, style, label=label, color=color, linewidth=1.2, markersize=4
                 )
         if key == "loss" and is_single:
             axis.legend(frameon=False)
-        return _svg(figure)
+        return svg(figure)
 
 
-def _svg(figure: Figure) -> str:
+def svg(figure: Figure) -> str:
     """Return a figure as an SVG element in the page's text color."""
     drawing = io.StringIO()
     figure.savefig(drawing, format="svg")
