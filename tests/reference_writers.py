@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import flax.serialization
 import numpy as np
 import orbax.checkpoint as ocp
 import safetensors.numpy as safetensors
@@ -361,6 +362,44 @@ def _write_hugging_face(path: Path, config: LlamaConfig, params: Params, version
         total_size = sum(tensor.nbytes for tensor in tensors.values())
         index = {"metadata": {"total_size": total_size}, "weight_map": file_of}
         (path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def write_flax(
+    folder: Path, config: LlamaConfig, params: Params, dtype: Any = "float32", count: int = 1
+) -> None:
+    """Write a folder as transformers' former Flax models did (``modeling_flax_utils.py``).
+
+    Arrays lie in nested dictionaries, and kernels have inputs first. An index has the arrays'
+    paths, if ``count``, the number of files, is over 1.
+    """
+    tensors = {}
+    for name, tensor in _tensors(config, params, _HUGGING_FACE).items():
+        path = name.removesuffix(".weight").split(".")
+        if path[-1] == "embed_tokens":
+            path.append("embedding")
+        elif path[-1].endswith("norm"):
+            path.append("weight")
+        elif path[-1] != "bias":
+            path.append("kernel")
+            tensor = tensor.T
+        tensors[tuple(path)] = np.ascontiguousarray(tensor.astype(dtype))
+    folder.mkdir(parents=True, exist_ok=True)
+    fields = _hugging_face_config(config, 4)
+    (folder / "config.json").write_text(json.dumps(fields))
+    names = ["flax_model.msgpack"]
+    if count > 1:
+        names = [f"flax_model-{number + 1:05d}-of-{count:05d}.msgpack" for number in range(count)]
+        places = {"/".join(path): names[n % count] for n, path in enumerate(tensors)}
+        index = {"metadata": {"total_size": 0}, "weight_map": places}
+        (folder / "flax_model.msgpack.index.json").write_text(json.dumps(index))
+    for number, name in enumerate(names):
+        nested: dict[str, Any] = {}
+        for path in [*tensors][number::count]:
+            level = nested
+            for part in path[:-1]:
+                level = level.setdefault(part, {})
+            level[path[-1]] = tensors[path]
+        (folder / name).write_bytes(flax.serialization.msgpack_serialize(nested))
 
 
 def _hugging_face_config(config: LlamaConfig, version: int) -> dict[str, Any]:

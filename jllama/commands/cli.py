@@ -94,10 +94,10 @@ _HELP = {
 _EXPERT = """
 rope_factor resume_with_changes data.encoding data.follow_links optimizer.epsilon
 optimizer.moment_dtype training.spike_factor training.z_loss training.deterministic
-training.reduce_dtype training.compiler_options training.max_skipped training.grpo.clip_low
-training.grpo.clip_high training.grpo.importance_cap training.grpo.mask_overlong
-training.grpo.updates training.grpo.eval_prompts training.grpo.reward_limit_s
-training.grpo.reward_processes mesh.rules distributed.timeout_s
+training.reduce_dtype training.compiler_options training.max_skipped training.profile
+training.grpo.clip_low training.grpo.clip_high training.grpo.importance_cap
+training.grpo.mask_overlong training.grpo.updates training.grpo.eval_prompts
+training.grpo.reward_limit_s training.grpo.reward_processes mesh.rules distributed.timeout_s
 """
 """Options that stand at the end of the help, because few users set them."""
 _IMPORTS = "Python files of yours to run first; they add blocks and more (docs/extend.md)"

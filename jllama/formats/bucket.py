@@ -16,7 +16,7 @@ FILES_OF_CHECKPOINTS = (
     r"(generation_|adapter_)?config\.json|merges\.txt|checklist\.chk|chat_template\.(jinja|json)|"
     r"(special_tokens_map|added_tokens|vocab|params|jllama|receipt)\.json|config\.yaml|checkpoints|"
     r"(metrics|samples|skipped|config\.history)\.jsonl|report\.html|reference\.npz|"
-    r"tensorboard|wandb|autotuning|in_use.*|place|uploading|\.gitattributes"
+    r"tensorboard|wandb|autotuning|profile|flax_model.*\.msgpack(\.index\.json)?|in_use.*|place|uploading|\.gitattributes"
 )
 COMPLETE = "complete.json"
 """The last file of a checkpoint in a bucket: without it the checkpoint does not exist."""

@@ -39,11 +39,10 @@ from jllama.formats.families import (
     read_options,
     written_options,
 )
-from jllama.formats.safetensors_file import DTYPES, read_safetensors, write_safetensors
+from jllama.formats.safetensors_file import DTYPES, write_safetensors
 from jllama.formats.tensors import (
     Checkpoint,
     OnProgress,
-    differences,
     have_same_bits,
     match_tensors,
     tensors_to_write,
@@ -51,7 +50,6 @@ from jllama.formats.tensors import (
 from jllama.system.files import (
     Json,
     errors_as,
-    has_file,
     read_field,
     read_fields,
     read_json_object,
@@ -63,7 +61,6 @@ from jllama.tokenizers.loading import save_huggingface
 
 CONFIG = "config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
-WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5_000_000_000  # of tensors; a larger tensor has a shard of its own
 
@@ -353,7 +350,9 @@ def read(path: Path) -> Checkpoint:
     config = config_from_huggingface(fields, source)
 
     # 2) Read the weights, and take the size of the vocabulary from them if it is not set.
-    weights = _read_weights(path)
+    from jllama.formats.weight_files import read_weights
+
+    weights = read_weights(path)
     for name in list(weights):
         if re.fullmatch(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", name):
             del weights[name]  # computed, not learned
@@ -391,56 +390,6 @@ def read(path: Path) -> Checkpoint:
     if not stops:
         stops = parse_stop_ids(fields.get("eos_token_id"), source)
     return Checkpoint(config, tensors, tokenizer, template, stops)
-
-
-def _read_weights(path: Path) -> dict[str, np.ndarray]:
-    """Read the tensors of a folder: from one file, else from the shards in the index.
-
-    If both are there, the one file is read, as in transformers.
-    """
-    # 1) Read the one file, or the index of the shards.
-    if has_file(path / WEIGHTS):
-        return read_safetensors(path / WEIGHTS)
-    index = path / INDEX
-    if not has_file(index):
-        names = ", ".join(sorted(file.name for file in path.glob("*.*")))
-        raise JllamaError(
-            f"{path} has {names} instead of {WEIGHTS} or {INDEX}; "
-            "no pickle is opened: save safetensors"
-        )
-    shard_of = read_json_object(index).get("weight_map")
-    if not isinstance(shard_of, dict) or not shard_of:
-        raise JllamaError(
-            f"{index} has no weight_map, the object that says which file each tensor is in"
-        )
-
-    # 2) Check that all shards are files of this folder.
-    for shard in shard_of.values():
-        # The file may be a link that leads elsewhere, as in the hub's cache; its name may not.
-        is_name = isinstance(shard, str) and re.fullmatch(
-            r"[\w.-]{1,200}\.safetensors", shard, re.ASCII
-        )
-        if not is_name:
-            raise JllamaError(
-                f"{index} points to {json.dumps(shard)[:100]}; "
-                "expected a safetensors file in the same folder"
-            )
-    shards = sorted(set(shard_of.values()))
-    missing = [shard for shard in shards if not (path / shard).is_file()]
-    if missing:
-        raise JllamaError(
-            f"{path} lacks {', '.join(missing)}, which {INDEX} names: copy what is missing there"
-        )
-
-    # 3) Read the shards, and compare their tensors with the index.
-    tensors = {shard: read_safetensors(path / shard) for shard in shards}
-    actual = {name: f"in {shard}" for shard in shards for name in tensors[shard]}
-    if _HEAD not in actual:  # a tied one may be named without being there
-        shard_of.pop(_HEAD, None)
-    problems = differences(actual, {name: f"in {shard}" for name, shard in shard_of.items()})
-    if problems:
-        raise JllamaError(f"{path} has shards that differ from {INDEX}: {problems}")
-    return {name: tensors[shard][name] for name, shard in shard_of.items()}
 
 
 def _read_old_chat_template(path: Path) -> str | None:
@@ -526,7 +475,10 @@ def download(repository: str) -> Path:
     # same.
     with errors_as(f"{repository} cannot be fetched from the hub", Exception):
         name, _, revision = repository.partition("@")
-        folder = huggingface_hub.snapshot_download(
-            name, revision=revision or None, allow_patterns=patterns
+        fetch = functools.partial(
+            huggingface_hub.snapshot_download, name, revision=revision or None
         )
-        return Path(folder)
+        folder = Path(fetch(allow_patterns=patterns))
+        if not any(folder.glob("*.safetensors")):
+            fetch(allow_patterns="flax_model*.msgpack")
+        return folder

@@ -78,7 +78,10 @@ def audit(
             shutil.copytree(folder / checkpoint, copy / checkpoint)
 
         # 3) Resume the run in the copy, and compare each step with what the run logged and saved.
-        config = dataclasses.replace(config, run_dir=str(copy), resume="auto", logger="")
+        options = dataclasses.replace(config.training, profile="")
+        config = dataclasses.replace(
+            config, training=options, run_dir=str(copy), resume="auto", logger=""
+        )
         run = open_run(config, None, ())
         assert not isinstance(run, Evaluation), "no step is left"
         history = run_history(folder)

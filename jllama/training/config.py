@@ -202,6 +202,8 @@ class LoopConfig:
         patience: end after this many evaluations without a lower validation loss; 0 never does.
         max_skipped: end with an error after this many skipped steps in a row, whose loss or
             gradient was not finite or a spike.
+        profile: steps to record, FIRST:LAST, both included, such as ``10:15``: a trace in the run's
+            folder ``profile``, for TensorBoard and Perfetto.
 
     >>> jllama.LoopConfig(batch_size=8, seq_len=64, steps=30).batch_size
     8
@@ -236,6 +238,7 @@ class LoopConfig:
     questions: list[str] = dataclasses.field(default_factory=list)
     patience: int = 0
     max_skipped: int = 10
+    profile: str = ""
 
     def __post_init__(self) -> None:
         if isinstance(self.remat, bool):  # runs of 0.1 have a Boolean
@@ -258,6 +261,10 @@ class LoopConfig:
         check("dpo_beta", lambda beta: beta > 0, "positive")
         divisor = f"a divisor of training.batch_size, {self.batch_size}"
         check("accumulation", lambda parts: self.batch_size % parts == 0, divisor)
+        if self.profile:
+            from jllama.training.profile import profiled_steps
+
+            profiled_steps(self.profile)
 
 
 @dataclasses.dataclass(frozen=True)

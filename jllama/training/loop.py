@@ -158,14 +158,15 @@ def is_overdue(run: Run) -> bool:
 
 def take_step(run: Run) -> None:
     """Take a step with the next batch; it runs on when this returns, the one before has ended."""
-    batch = next_batch(run)
-    on_devices = put_on_devices(batch, run.training.batch_sharding)
-    run.state, metrics = program_for(run, on_devices)(run.state, on_devices)
-    run.step += 1
-    run.recent.append((metrics, batch))
-    # A host that is many steps ahead of its devices could not stop soon.
-    if len(run.recent) > 1:
-        jax.block_until_ready(run.recent[-2][0])
+    with run.tracker.step(run):
+        batch = next_batch(run)
+        on_devices = put_on_devices(batch, run.training.batch_sharding)
+        run.state, metrics = program_for(run, on_devices)(run.state, on_devices)
+        run.step += 1
+        run.recent.append((metrics, batch))
+        # A host that is many steps ahead of its devices could not stop soon.
+        if len(run.recent) > 1:
+            jax.block_until_ready(run.recent[-2][0])
 
 
 def next_batch(run: Run) -> Batch:

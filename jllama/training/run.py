@@ -74,6 +74,7 @@ def train(
                 final = evaluate_best(run)
         finally:
             run.source.close()
+            tracker.trace.close()
             tracker.report(0)  # also of a run that was stopped or has failed
         if final is None:
             raise Stopped(

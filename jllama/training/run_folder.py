@@ -39,7 +39,7 @@ HISTORY = "config.history.jsonl"
 # How the names of options begin that are ignored, must stay, or may change when a run is resumed.
 # All others may change with ``resume_with_changes``. Fingerprints in checkpoints identify the data,
 # and epochs are resolved to steps.
-_IGNORED = r"run_dir|resume|overwrite|yes|distributed|training\.epochs"
+_IGNORED = r"run_dir|resume|overwrite|yes|distributed|training\.(epochs|profile)"
 _FIXED = (
     r"model|init_from|preset|rope_factor|seed|lora|optimizer\.name|data\.(tokenizer|vocab_size|packing)"
     r"|training\.(batch_size|seq_len|spike_factor|trainable|ema)"

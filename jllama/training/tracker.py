@@ -18,6 +18,7 @@ from jllama.training.loggers import LOGGERS, finite_numbers, retrying_writer
 from jllama.training.loop import Run
 from jllama.training.metrics import Evaluation, note_of
 from jllama.training.plan import Plan
+from jllama.training.profile import profiled_steps
 from jllama.training.report import REPORT, write_report
 from jllama.training.run_folder import config_fields
 from jllama.training.samples import copy_current_model
@@ -34,6 +35,8 @@ class Tracker:
     note: str = ""  # how the last steps went
     reported_s: float = -REPORT_EVERY_S  # when the page was last written, as ``seconds`` counts
     move: Callable[..., None] = lambda **_: None  # the progress bar
+    # Of the profiled steps, while they are taken.
+    trace: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
 
     def __post_init__(self) -> None:
         config = self.plan.config
@@ -61,6 +64,29 @@ class Tracker:
             self._append(self.plan.folder / name, line)
             if name == METRICS:
                 self._log(step, finite_numbers(line))
+
+    @contextlib.contextmanager
+    def step(self, run: Run) -> Iterator[None]:
+        """Record the step that is taken in the block, if it is one of ``training.profile``.
+
+        A trace begins when the devices have completed the step before, and ends when they have
+        completed its last one.
+        """
+        first, last = profiled_steps(self.plan.options.profile)
+        step = run.step + 1
+        if step == max(first, self.plan.step + 1) <= last:
+            jax.block_until_ready(run.state)
+            folder = self.plan.folder / "profile" / str(distributed.process_index())
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0  # calls of Python fill a trace, and slow the host
+            trace = jax.profiler.trace(folder, create_perfetto_trace=True, profiler_options=options)
+            self.trace.enter_context(trace)
+        with jax.profiler.StepTraceAnnotation("train", step_num=step):
+            yield
+        if step == last:
+            with self.attempt("profiling", step):
+                jax.block_until_ready(run.state)
+                self.trace.close()
 
     def notify(self, run: Run, name: str, figures: Mapping[str, Any]) -> None:
         """Call what observes the run with an event: metrics, the screen, and each callback."""

@@ -85,6 +85,15 @@ def test_a_run_in_a_bucket_has_the_bits_of_one_in_a_folder(
     assert steps_in(url) == {5}
 
 
+def test_a_trace_of_steps_arrives_in_the_bucket(gcs, workshop):
+    url = f"gs://bucket/{os.getpid()}-profile"
+    with using(gcs):
+        assert workshop.run(url, "--training.profile", "2:3", "--training.steps", 4) == 0
+        names = [name.rpartition("/")[2] for name in list_files(as_place(f"{url}/profile/0"))]
+        assert "perfetto_trace.json.gz" in names
+        assert list(copy_of(url).rglob("*.xplane.pb"))
+
+
 def test_models_are_converted_out_of_a_bucket_and_into_it(bucket, small_run, tmp_path):
     prompt = ("--prompt", "the ", "--temperature", 0, "--max_new_tokens", 8)
     expected = run_command("sample", "--checkpoint", small_run.folder, *prompt).out
