@@ -10,6 +10,7 @@ import yaml
 
 from jllama.commands import cli
 from jllama.commands.cli import parse
+from jllama.commands.speedrun import SpeedrunOptions
 from jllama.core.config import BLOCKS
 from jllama.core.model import Layer
 from jllama.formats.registry import FORMATS
@@ -95,7 +96,8 @@ def test_links_lead_somewhere():
     "path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem
 )
 def test_configs_parse_and_are_listed(path):
-    config = parse(TrainConfig, ["--config", str(path)], "train.py")
+    options = SpeedrunOptions if path.stem == "speedrun" else TrainConfig
+    config = parse(options, ["--config", str(path)], "train.py")
     assert config.run_dir == f"runs/{path.stem}"
     assert f"`{path.name}`" in TEXTS["docs/train.md"]
 

@@ -37,16 +37,17 @@ it.
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 ADD_ONS = {
     "lab": (
-        "core core.config core.model core.ops core.parameters core.step data.batches "
+        "core core.config core.model core.ops core.parameters core.step data.batches data.config "
+        "data.datasets data.prompts data.sums "
         "formats.receipt formats.registry formats.run formats.run_checkpoints formats.tensors "
         "functional generation.generate generation.sampling_params generation.text kernels.int8 "
-        "models models.build models.capture models.decode_params models.language_model "
-        "models.oracle models.presets models.rope_scaling parallel.config parallel.sharding "
-        "parallel.shards score.scoring system.devices system.errors system.files system.memory "
-        "system.places system.progress system.web "
+        "kernels.shapes models models.build models.capture models.decode_params "
+        "models.language_model models.oracle models.presets models.rope_scaling parallel.config parallel.sharding "
+        "parallel.shards rl.scorer score.scoring system.devices system.errors system.files "
+        "system.memory system.places system.progress system.web "
         "templates.messages templates.template tokenizers.base "
         "training.compiling training.config training.loop training.metrics training.opening "
-        "training.plan training.trainable"
+        "training.plan training.report training.run_folder training.trainable"
     ),
     "serve": (
         "core core.engine formats.receipt generation.engine generation.generate "

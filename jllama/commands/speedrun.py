@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from jllama.commands import cli
+from jllama.commands.cli import parse
 from jllama.core import check_fields
 from jllama.system.errors import shell_command
 from jllama.training.config import TrainConfig
@@ -62,14 +63,14 @@ class SpeedrunOptions:
 
 def main(argv: list[str], prog: str) -> int:
     """Plan the stages, run those that are not finished, and return the exit code of the last."""
-    options = cli.parse(SpeedrunOptions, ["--config", "speedrun", *argv], prog, (), _COMMON)
+    options = parse(SpeedrunOptions, ["--config", "speedrun", *argv], prog, (), _COMMON)
     from jllama.lab import speedrun
 
     flags: list[str] = []
     for rule in speedrun.RULES:
         flags += [f"--{name}={value}" for name, value in rule(options).items()]
         words = ["--config", "speedrun", *flags, *argv]
-        options = cli.parse(SpeedrunOptions, words, prog)
+        options = parse(SpeedrunOptions, words, prog)
     ends = options.plan or bool(options.topology)
     if ends or not Path(options.run_dir).exists():
         plan = speedrun.plan_stages(options)

@@ -212,7 +212,7 @@ def test_the_page_of_all_commands(capsys):
     assert capsys.readouterr().out == text
     assert "usage: python -m jllama COMMAND" in text
     assert "tab completion: pip install 'jllama[completion]'" in text
-    assert len(cli.COMMANDS) <= 12
+    assert len(cli.COMMANDS) <= 13
     for name, purpose in cli.COMMANDS.items():
         assert f"{name:8} {purpose}" in text
 
