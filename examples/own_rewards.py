@@ -57,10 +57,11 @@ for step, rows in zip(range(NUM_STEPS), data.training_prompts(NUM_PROMPTS, seed=
     sampler.load(state.params, state.base)
     seeds = range(step * config.training.batch_size, (step + 1) * config.training.batch_size)
     samples = sampler.answer([row for row in rows for _ in range(GROUP_SIZE)], seeds)
-    rewards, _ = score_samples(scorer, rows, samples)
+    rewards = score_samples(scorer, rows, samples).total
     advantages = group_advantages(rewards, "centered").ravel()
     batch = assemble(samples, advantages, training.plan, model.config.vocab_size)
     old = sampled_log_probs(training, batch, state.base, state.params)
+    assert batch.sampled is not None
     mismatch = abs(old - batch.sampled.sampler).max()
     state, metrics = training.step(state, batch)
     if step % 10 == 9:

@@ -12,11 +12,18 @@ import sys
 from pathlib import Path
 
 
-def run_cells(path: Path):
-    """Of each code cell: what it printed, and the value of its last expression if that is one."""
+def run_cells(path: Path, **settings):
+    """Of each code cell: what it printed, and the value of its last expression if that is one.
+
+    ``settings`` are names that the notebook assigns, and other values for them.
+    """
     namespace = {"__name__": "__main__"}
     for cell in code_cells(json.loads(path.read_text())):
         body, printed = ast.parse("".join(cell["source"])).body, io.StringIO()
+        for statement in body:
+            if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) in settings:
+                value = settings[ast.unparse(statement.targets[0])]
+                statement.value = ast.copy_location(ast.Constant(value), statement.value)
         last = body.pop() if isinstance(body[-1], ast.Expr) else None
         with contextlib.redirect_stdout(printed):
             exec(compile(ast.Module(body, []), path.name, "exec"), namespace)
