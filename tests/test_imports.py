@@ -43,10 +43,9 @@ ADD_ONS = {
         "functional generation.generate generation.sampling_params generation.text kernels.int8 "
         "kernels.shapes models models.build models.capture models.decode_params "
         "models.language_model models.oracle models.presets models.rope_scaling parallel.config "
-        "parallel.sharding "
-        "parallel.shards rl.scorer score.scoring system.devices system.errors system.files "
-        "system.memory system.places system.progress system.web "
-        "templates.messages templates.template tokenizers.base "
+        "parallel.sharding parallel.shards rl.scorer score.benchmarks score.scoring "
+        "system.devices system.errors system.files system.memory system.places system.progress "
+        "system.web templates.messages tokenizers.base "
         "training.compiling training.config training.loop training.metrics training.opening "
         "training.plan training.report training.run_folder training.trainable"
     ),

@@ -255,9 +255,10 @@ def _verbs(command: str) -> str:
 
 
 def _configurations() -> str:
-    """List the configurations that come with jllama, those of clusters last."""
+    """List the configurations of runs that come with jllama, those of clusters last."""
     lines = ["configurations:"]
     configs = shipped_configs()
+    del configs["speedrun"]  # of several runs
     for name in sorted(configs, key=lambda name: (name.startswith("llama"), name)):
         title = configs[name].read_text().splitlines()[0].removeprefix("# ")
         lines.append(f"  {name:22} {title}")

@@ -14,25 +14,31 @@ from jllama.system.progress import progress
 from jllama.system.remote import fetch
 
 _ONLY = {
-    "data": "text_field chat_template stride max_tokens",
-    "tasks": "include_path num_fewshot limit apply_chat_template",
+    "data": "text_field chat_template window stride max_tokens",
+    "tasks": "window include_path num_fewshot limit apply_chat_template",
+    "benchmarks": "num_fewshot limit apply_chat_template run_programs",
 }
-"""The options that only ``--data`` or only ``--tasks`` uses."""
-_COMMON = "adapter quantize data window stride max_tokens tasks num_fewshot limit batch_size json"
+"""The options that ``--data``, ``--tasks`` and ``--benchmarks`` use, but not all of them."""
+_COMMON = (
+    "adapter quantize data window stride max_tokens tasks benchmarks run_programs num_fewshot "
+    "limit batch_size json"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalOptions(ModelOptions):
-    """Measure how well a model predicts text or the answers of chats, or solves tasks of lm-eval.
+    """Measure how well a model predicts text or the answers of chats, or solves tasks.
 
     Examples:
         runs/quickstart --data text.txt
         runs/chat_lora --data chats.jsonl
+        smollm2/ --benchmarks core,mmlu --limit 100
         model.gguf --tasks arc_easy,hellaswag --limit 100
 
     Args:
         data: a text file, a .jsonl file of texts, each scored by itself, or a .jsonl file of
-            chats, whose answers are scored.
+            chats, whose answers are scored; or what one of --benchmarks reads in place of the
+            published data: a folder, a file, a glob or a URL.
         text_field: the field of a .jsonl file that holds the text.
         chat_template: a chat template in place of the model's own: a file, or llama2, llama3,
             chatml, mistral, phi4 or granite.
@@ -42,10 +48,13 @@ class EvalOptions(ModelOptions):
         max_tokens: the number of tokens to score, from the beginning; 0 is all.
         tasks: names of lm-eval's tasks, separated by commas, in place of --data; this needs the
             package lm-eval.
+        benchmarks: core, arc_easy, arc_challenge, mmlu, gsm8k, humaneval or humaneval_instruct,
+            or several, separated by commas.
+        run_programs: let --benchmarks humaneval run programs that the model writes.
         include_path: a folder with tasks of your own, as YAML files.
         num_fewshot: the number of solved examples before each question; the default is the
             task's own.
-        limit: the number of questions of each task; 0 is all.
+        limit: the number of questions of each task or subject; 0 is all.
         apply_chat_template: put each question as a message of a chat.
         batch_size: the number of windows or questions that the model processes at once.
         json: print the result as JSON.
@@ -58,6 +67,8 @@ class EvalOptions(ModelOptions):
     stride: int = 0
     max_tokens: int = 0
     tasks: str = ""
+    benchmarks: str = ""
+    run_programs: bool = False
     include_path: str = ""
     num_fewshot: int | None = None
     limit: int = 0
@@ -67,15 +78,19 @@ class EvalOptions(ModelOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if bool(self.data) == bool(self.tasks):
+        modes = [name for name in ("benchmarks", "tasks", "data") if getattr(self, name)]
+        if modes not in (["data"], ["tasks"], ["benchmarks"], ["benchmarks", "data"]):
             raise UsageError(
-                "give --data FILE, to measure how well a text is predicted, or --tasks of lm-eval's"
+                "give --data FILE, to measure how well a text is predicted, or --tasks of "
+                "lm-eval's, or --benchmarks"
             )
-        other = "tasks" if self.data else "data"
-        for name in _ONLY[other].split():
-            default = getattr(EvalOptions, name)
-            if getattr(self, name) != default:
-                raise UsageError(f"--{name} is for --{other} alone: leave it out")
+        for name in " ".join(_ONLY.values()).split():
+            users = [f"--{user}" for user, names in _ONLY.items() if name in names.split()]
+            is_used = name in _ONLY[modes[0]].split()
+            if not is_used and getattr(self, name) != getattr(EvalOptions, name):
+                raise UsageError(f"--{name} is for {' and '.join(users)} alone: leave it out")
+        if self.data and "," in self.benchmarks:
+            raise UsageError("--data is of one benchmark: name one, or leave --data out")
         counts = "window stride max_tokens limit"
         if self.num_fewshot is not None:
             counts += " num_fewshot"
@@ -86,6 +101,8 @@ class EvalOptions(ModelOptions):
 def main(argv: list[str], prog: str) -> int:
     """Load a model, evaluate it, and print the results."""
     options = parse(EvalOptions, argv, prog, ("checkpoint",), _COMMON)
+    if options.benchmarks:
+        return _evaluate_benchmarks(options)
     return _evaluate_tasks(options) if options.tasks else _evaluate_text(options)
 
 
@@ -169,4 +186,31 @@ def _evaluate_tasks(options: EvalOptions) -> int:
         apply_chat_template=options.apply_chat_template,
     )
     print(json.dumps(results["results"], indent=1) if options.json else harness.table(results))
+    return 0
+
+
+def _evaluate_benchmarks(options: EvalOptions) -> int:
+    from jllama.score.benchmarks import check_benchmarks, evaluate
+
+    names = [name.strip() for name in options.benchmarks.split(",")]
+    check_benchmarks(names, options.run_programs)
+    model = options.load_model()
+    options.say_loaded(model)
+    results = {}
+    for name in names:
+        results |= evaluate(
+            model,
+            name,
+            options.data,
+            limit=options.limit,
+            num_fewshot=options.num_fewshot,
+            apply_chat_template=options.apply_chat_template,
+            batch_size=options.batch_size,
+        )
+    if options.json:
+        print(json.dumps(results, indent=1))
+        return 0
+    for group, numbers in results.items():
+        for metric, value in numbers.items():
+            print(f"{group:40} {metric:24} {value:8.4g}")
     return 0

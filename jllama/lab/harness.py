@@ -13,13 +13,17 @@ from jllama.core import JllamaError, UsageError
 from jllama.formats.registry import load
 from jllama.generation.generate import completions
 from jllama.generation.sampling_params import Prompt, SamplingParams
-from jllama.generation.text import encode_prompt
 from jllama.models.language_model import LanguageModel
-from jllama.score.scoring import sliding_windows, token_log_probs
+from jllama.score.benchmarks import (
+    Continuation,
+    chat_text,
+    encode_cut_prompt,
+    score_continuations,
+)
+from jllama.score.scoring import sliding_windows
 from jllama.system.files import Json
 from jllama.system.progress import progress
-from jllama.templates.messages import find_template, template_variables
-from jllama.templates.template import render
+from jllama.templates.messages import find_template
 
 try:
     from lm_eval.api.instance import Instance
@@ -112,14 +116,7 @@ class JllamaLM(TemplateLM):
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         """Return a conversation as text, by default up to the next answer, else left open."""
-        variables = template_variables(self._tokenizer, chat_history, add_generation_prompt)
-        text = render(self.chat_template(True), **variables)
-        if add_generation_prompt:
-            return text
-        last = chat_history[-1]["content"].lstrip()
-        if last not in text:
-            last = last.rstrip()  # many templates strip it
-        return text[: text.rindex(last) + len(last)]
+        return chat_text(self.model, chat_history, add_generation_prompt)
 
     def chat_template(self, chat_template: bool | str = False) -> str:
         """Return the Jinja template that lm-eval notes with its results."""
@@ -137,18 +134,12 @@ class JllamaLM(TemplateLM):
 
         A context that is too long is cut on the left.
         """
-        rows = []
-        counts = []
-        for (_, text), context, continuation in requests:
-            count = len(continuation)
-            if count > self.max_length:
-                raise JllamaError(
-                    f"the continuation {text[:20]!r}... has {count} tokens and max_length is "
-                    f"{self.max_length}: leave the task out, or take a model with a longer context"
-                )
-            rows.append((context + continuation)[-self.max_length - 1 :])
-            counts.append(count)
-        results = self._score(rows, counts)
+        results = self._score(
+            [
+                Continuation(text, context + continuation, len(continuation))
+                for (_, text), context, continuation in requests
+            ]
+        )
         for (key, _, _), result in zip(requests, results, strict=True):
             self.cache_hook.add_partial("loglikelihood", key, result)
         return results
@@ -159,31 +150,22 @@ class JllamaLM(TemplateLM):
         """Return each whole text's ``log p``, in windows that overlap only in context."""
         size = self.max_length
         owners = []  # the request that a window belongs to
-        rows = []
-        counts = []
+        windows = []
         for owner, request in enumerate(requests):
             ids = [self.prefix_token_id, *self.tok_encode(*request.args)]
             for start, end, count in sliding_windows(len(ids), size, size):
                 owners.append(owner)
-                rows.append(ids[start:end])
-                counts.append(count)
+                windows.append(Continuation("", ids[start:end], count))
         totals = [0.0] * len(requests)
-        for owner, (log_prob, _) in zip(owners, self._score(rows, counts), strict=True):
+        for owner, (log_prob, _) in zip(owners, self._score(windows), strict=True):
             totals[owner] += log_prob
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
 
-    def _score(self, rows: list[list[int]], counts: list[int]) -> list[tuple[float, bool]]:
-        """Return the summed log-probability of each row's last tokens, and if all are likeliest."""
-        with progress("tokens scored") as move:
-            scores = token_log_probs(
-                self.model,
-                rows,
-                counts,
-                batch_size=self.batch_size,
-                on_progress=lambda done, total: move(completed=done, total=total),
-            )
+    def _score(self, continuations: Sequence[Continuation]) -> list[tuple[float, bool]]:
+        """Return the log-probability of each text, and if all of its tokens are likeliest."""
+        scores = score_continuations(self.model, continuations, self.max_length, self.batch_size)
         return [
             (float(row.log_probs.sum(dtype=float)), bool(row.is_likeliest.all())) for row in scores
         ]
@@ -207,16 +189,14 @@ class JllamaLM(TemplateLM):
     def _prompt(self, context: str, arguments: Json) -> Prompt:
         """Return a context as a prompt, cut on the left to leave room for new tokens."""
         stop, max_new_tokens, sampling = generation_arguments(arguments)
-        room = self.max_length - max_new_tokens
-        if room < 1:
+        if max_new_tokens >= self.max_length:
             raise JllamaError(
                 f"max_gen_toks {max_new_tokens} leaves no room for a prompt in max_length "
                 f"{self.max_length}: lower it (generation_kwargs), "
                 "or take a model with a longer context"
             )
-        ids = (self.tok_encode(context) or [self.prefix_token_id])[-room:]
-        stop_ids = (*self.model.stop_ids, self.eot_token_id)
-        return encode_prompt(self.model, Prompt(ids, sampling, max_new_tokens, stop, stop_ids))
+        prompt = Prompt(context, sampling, max_new_tokens, stop)
+        return encode_cut_prompt(self.model, prompt, self.max_length)
 
 
 register_model("jllama")(JllamaLM)

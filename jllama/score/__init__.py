@@ -1,1 +1,1 @@
-"""How well a model predicts: log-probabilities and perplexity."""
+"""How well a model predicts: log-probabilities, perplexity and benchmarks."""

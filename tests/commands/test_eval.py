@@ -15,6 +15,8 @@ from jllama.core.config import LlamaConfig
 from jllama.lab.checks import random_params
 from jllama.models import oracle
 from jllama.models.language_model import LanguageModel
+from jllama.score import benchmarks
+from jllama.score.benchmarks import evaluate
 from jllama.score.scoring import sliding_windows
 from jllama.tokenizers.base import BytesTokenizer
 
@@ -127,13 +129,26 @@ MISTAKES = """
 1 nowhere --data text.txt -> there is no checkpoint at nowhere
 2 model -> give --data FILE, to measure how well a text is predicted, or --tasks of lm-eval's
 2 model --data text.txt --tasks arc_easy -> give --data FILE, to measure
+2 model --benchmarks core --tasks arc_easy -> or --tasks of lm-eval's, or --benchmarks
 2 model --data text.txt --window 33 -> it must be between 1 and the model's context of 32
 2 model --data text.txt --window 8 --stride 9 -> it must be between 1 and the window of 8
 2 model --data text.txt --stride -1 -> stride is -1; it must be 0 or more
 2 model --data text.txt --batch_size 0 -> batch_size is 0; it must be at least 1
 2 model --data text.txt --step 3 -> is not a training run, so it has no step 3: leave out the step
-2 model --data text.txt --limit 3 -> --limit is for --tasks alone: leave it out
-2 model --data text.txt --num_fewshot 0 -> --num_fewshot is for --tasks alone: leave it out
+2 model --data text.txt --limit 3 -> --limit is for --tasks and --benchmarks alone: leave it out
+2 model --data text.txt --num_fewshot 0 -> --num_fewshot is for --tasks and --benchmarks alone
+2 model --data text.txt --run_programs -> --run_programs is for --benchmarks alone: leave it out
+2 model --tasks arc_easy --run_programs -> --run_programs is for --benchmarks alone: leave it out
+2 model --benchmarks core --window 8 -> --window is for --data and --tasks alone: leave it out
+2 model --benchmarks core --include_path a -> --include_path is for --tasks alone: leave it out
+2 model --benchmarks core,mmlu --data a -> --data is of one benchmark: name one, or
+2 model --benchmarks core,arc_esy -> there is no benchmark arc_esy; did you mean arc_easy?
+2 model --benchmarks humaneval -> with limits of time, memory and files: allow it by --run_programs
+2 model --benchmarks core --num_fewshot 2 --data . -> core is of texts with examples of its own
+1 model --benchmarks arc_easy --data missing.txt -> there are no records in missing.txt: give a file
+1 model --benchmarks core --data missing.zip -> missing.zip is no bundle of CORE, or
+1 model --benchmarks arc_easy --data documents.jsonl -> line 1: 'question' is undefined
+1 bare --benchmarks arc_easy --data documents.jsonl -> bare has no tokenizer
 2 model --tasks arc_easy --stride 3 -> --stride is for --data alone: leave it out
 2 model --tasks arc_easy --text_field body -> --text_field is for --data alone: leave it out
 2 --data text.txt -> checkpoint is missing; usage: python -m jllama eval CHECKPOINT [options]
@@ -213,6 +228,64 @@ def test_what_cannot_be_scored_of_chats_is_one_sentence(place, chats, capsys):
         data, *others = arguments
         assert cli.run("eval", [str(place / "model"), "--data", str(place / data), *others]) == code
         assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+ARC = {"choices": {"text": ["a dog", "a cat"], "label": ["A", "B"]}, "answerKey": "A"}
+
+
+@pytest.fixture(scope="module")
+def questions(place):
+    """A folder with questions and solved ones; beside it a chat model."""
+    model = LanguageModel(
+        CONFIG, jax.tree.map(jnp.asarray, PARAMS), BytesTokenizer(), "{{ messages[-1].content }}"
+    )
+    jllama.save(model, place / "chat", "hf")
+    for split, count in (("test", 5), ("train", 3)):
+        folder = place / "questions"
+        folder.mkdir(exist_ok=True)
+        rows = [ARC | {"question": f"{split} {number}"} for number in range(count)]
+        write_rows(folder / f"{split}-0.jsonl", rows)
+    return folder
+
+
+def evaluate_benchmarks(place, *arguments):
+    return cli.run("eval", [*map(str, (place / "chat", "--batch_size", "2", *arguments))])
+
+
+def test_benchmarks(place, questions, capsys):
+    """As ``evaluate`` has them; every option changes something."""
+    model = jllama.load(place / "chat")
+    arguments = ["--benchmarks", "arc_easy", "--data", questions]
+    changes = [
+        ([], {}),
+        (["--limit", 2], {"limit": 2}),
+        (["--num_fewshot", 2], {"num_fewshot": 2}),
+        (["--apply_chat_template"], {"apply_chat_template": True}),
+    ]
+    for words, options in changes:
+        assert evaluate_benchmarks(place, *arguments, *words, "--json") == 0
+        expected = evaluate(model, "arc_easy", str(questions), **options)
+        assert json.loads(capsys.readouterr().out) == expected
+    assert evaluate_benchmarks(place, *arguments) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[:2] for line in lines] == [
+        ["arc_easy", metric]
+        for metric in ("questions", "acc", "acc_stderr", "acc_norm", "acc_norm_stderr")
+    ]
+    assert lines[0][2] == "5"
+
+
+def test_several_benchmarks_and_those_that_run_programs(place, questions, monkeypatch, capsys):
+    calls = []
+    monkeypatch.setattr(
+        benchmarks,
+        "evaluate",
+        lambda model, name, data, **options: calls.append(name) or {name: {}},
+    )
+    names = "core, gsm8k,humaneval"
+    assert evaluate_benchmarks(place, "--benchmarks", names, "--run_programs", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"core": {}, "gsm8k": {}, "humaneval": {}}
+    assert calls == ["core", "gsm8k", "humaneval"]
 
 
 def test_tasks_without_lm_eval(place, monkeypatch, capsys):

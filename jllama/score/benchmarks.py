@@ -1,0 +1,471 @@
+"""Scores that people know: CORE, ARC, MMLU, GSM8K and HumanEval, from files of their questions.
+
+A question is judged by how likely the model finds its options, or by the text that the model
+writes. ``benchmarks.yaml`` has the definitions. Texts are encoded, cut and put through chat
+templates as lm-eval's own Hugging Face model does it.
+"""
+
+import csv
+import dataclasses
+import itertools
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+import numpy as np
+import yaml
+
+from jllama.core import JllamaError, UsageError
+from jllama.data.corpus import read_rows
+from jllama.generation.generate import completions
+from jllama.generation.sampling_params import Prompt, SamplingParams
+from jllama.generation.text import encode_prompt, prompt_ids
+from jllama.models.language_model import LanguageModel
+from jllama.score.scoring import TokenScores, token_log_probs
+from jllama.system import line_process
+from jllama.system.errors import unknown_name
+from jllama.system.files import Json, atomic_write, cache_folder, errors_as
+from jllama.system.places import as_place
+from jllama.system.progress import progress
+from jllama.system.remote import fetch
+from jllama.system.web import request_bytes
+from jllama.templates.messages import find_template, template_variables
+from jllama.templates.template import render
+from jllama.tokenizers.base import Tokenizer
+
+_DEFINITIONS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+_JINJA = jinja2.Environment(undefined=jinja2.StrictUndefined)
+_WRONG = (LookupError, OSError, TypeError, ValueError, jinja2.TemplateError, yaml.YAMLError)
+_FEWSHOT_SEED = 1234
+_CORE_SEED = 1337
+_PROGRAM_S = 10  # that a program of HumanEval may take
+_PASSED = 77  # no code with which programs end
+_PROGRAM = """
+import contextlib, os, resource, signal, sys
+PASSED, LIMIT_S, PATH = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+LIMITS = {"CPU": 5, "AS": 1 << 32, "FSIZE": 0, "CORE": 0, "NOFILE": 64, "NPROC": 0}
+REFUSED = ["ctypes", "os", "shutil", "signal", "socket", "subprocess"]
+HARMLESS = ["os.listdir", "os.putenv", "os.scandir", "os.unsetenv"]  # what imports do
+
+def refuse(event, arguments):
+    writes = event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+    if writes or (event.partition(".")[0] in REFUSED and event not in HARMLESS):
+        raise ImportError(f"a program may not use {event}")
+
+code = compile(open(PATH, encoding="utf-8").read(), "program", "exec")
+signal.alarm(LIMIT_S)  # if the process that started this one has ended
+for name, limit in LIMITS.items():
+    with contextlib.suppress(ValueError, OSError):  # macOS does not know all of them
+        resource.setrlimit(getattr(resource, "RLIMIT_" + name), (limit, limit))
+sys.addaudithook(refuse)
+exec(code, {"__name__": "program"})
+os._exit(PASSED)
+"""
+"""What runs a program in a process of its own, with limits by which mistakes do no harm: it cannot
+write files, start processes, connect, or take much time or memory. This is no sandbox against a
+program that was written to break out of it."""
+
+
+class Continuation(NamedTuple):
+    """A text after a context, as tokens."""
+
+    text: str  # for messages
+    ids: Any  # of the context and the text
+    num_scored: int  # how many of the last ``ids`` are the text's
+
+
+class Question(NamedTuple):
+    """A question, and solved ones that stand before it."""
+
+    definition: Json
+    groups: Sequence[str]  # whose results it counts for
+    item: Json
+    examples: Sequence[Json]
+    delimiter: str = " "  # between a context and its continuation
+
+
+def check_benchmarks(names: Sequence[str], run_programs: bool) -> None:
+    """Raise ``UsageError`` if a benchmark is unknown, or runs programs and must not."""
+    for name in names:
+        if name not in _DEFINITIONS:
+            raise unknown_name("benchmark", name, _DEFINITIONS)
+        if name.startswith("humaneval") and not run_programs:
+            raise UsageError(
+                f"{name} runs on this machine, with your rights, the programs that the model "
+                "writes, each in a process with limits of time, memory and files: "
+                "allow it by --run_programs true"
+            )
+
+
+def evaluate(
+    model: LanguageModel,
+    name: str,
+    place: str = "",
+    *,
+    limit: int = 0,
+    num_fewshot: int | None = None,
+    apply_chat_template: bool = False,
+    batch_size: int = 8,
+) -> dict[str, Json]:
+    """Ask a model the questions of a benchmark, and return its results.
+
+    Sources: CORE of DCLM (Li et al. 2024, arXiv:2406.11794) as nanochat computes it; ARC (Clark et
+    al. 2018, arXiv:1803.05457), MMLU (Hendrycks et al. 2021, arXiv:2009.03300), GSM8K (Cobbe et al.
+    2021, arXiv:2110.14168) and HumanEval (Chen et al. 2021, arXiv:2107.03374) as lm-eval does.
+
+    Args:
+        model: the model, with its tokenizer.
+        name: the benchmark, checked by ``check_benchmarks``. HumanEval runs programs that the model
+            writes.
+        place: a folder, file or URL in place of the published data.
+        limit: the number of questions of each task or subject; 0 is all.
+        num_fewshot: the number of solved examples before each question; None is the benchmark's.
+        apply_chat_template: whether questions are messages of a chat.
+        batch_size: how many options or answers go through the model at once.
+
+    Returns:
+        The results of the benchmark, and those of its tasks or subjects as ``name/task``: the
+        number of ``questions``, and each metric with its standard error (``..._stderr``). CORE's
+        tasks have ``centered`` as well, and its mean is that of ``core``.
+
+    Raises:
+        UsageError: an option does not fit CORE, whose texts and examples are fixed.
+        JllamaError: the data are missing or damaged, or the model has no tokenizer.
+    """
+    # 1) Read the questions.
+    definition = _DEFINITIONS[name]
+    path = _local(place or definition["data"])
+    chances: dict[str, float] = {}
+    if name == "core":
+        if apply_chat_template or num_fewshot is not None:
+            raise UsageError(
+                "core is of texts with examples of its own: leave out num_fewshot and "
+                "apply_chat_template"
+            )
+        questions = [*_core_questions(path, limit, chances)]
+    else:
+        questions = [*_questions(name, path, limit, num_fewshot)]
+    inputs = [_inputs(model, question, apply_chat_template) for question in questions]
+
+    # 2) Write all answers, or score all options at once.
+    outputs: Any
+    if "stop" in definition:
+        texts = {}
+        with progress("answers written", len(inputs)) as move:
+            for index, completion in completions(model, inputs, batch_size=batch_size):
+                texts[index] = completion.text
+                move(1)
+        outputs = [texts[index] for index in sorted(texts)]
+    else:
+        max_length = model.config.max_seq_len
+        if chances:
+            max_length -= 1  # as nanochat cuts
+        options = [*itertools.chain.from_iterable(inputs)]
+        scores = iter(score_continuations(model, options, max_length, batch_size))
+        outputs = [[*itertools.islice(scores, len(group))] for group in inputs]
+
+    # 3) Judge them, and take the means.
+    outcomes = defaultdict[str, list[dict[str, bool]]](list)
+    for question, output in zip(questions, outputs, strict=True):
+        outcome = judge(question, output)
+        for group in question.groups:
+            outcomes[group].append(outcome)
+    results: dict[str, Json] = {}
+    for group, rows in outcomes.items():
+        results[group] = {"questions": len(rows)}
+        for metric in rows[0]:
+            values = [outcome[metric] for outcome in rows]
+            # The sample variance of one value is 0, where NumPy has no number.
+            error = np.std(values, ddof=len(rows) > 1) / len(rows) ** 0.5
+            results[group] |= {metric: np.mean(values).item(), f"{metric}_stderr": error.item()}
+    for group, chance in chances.items():
+        results[group]["centered"] = centered(results[group]["acc"], chance)
+    if chances:
+        mean = np.mean([results[group]["centered"] for group in chances]).item()
+        results["core"] = {"questions": len(questions), "centered": mean}
+    return results
+
+
+def centered(accuracy: float, chance: float) -> float:
+    """Scale an accuracy so that chance is 0 and perfect is 1.
+
+    Source: Li et al. 2024 (DCLM), arXiv:2406.11794, section 3.5.
+
+    Examples:
+        >>> centered(0.625, 0.25)
+        0.5
+    """
+    return (accuracy - chance) / (1 - chance)
+
+
+def _local(place: str) -> Path:
+    """Return the local copy of a place; a file on the web is downloaded once."""
+    if not place.startswith(("http://", "https://")):
+        return fetch(as_place(place))
+    path = cache_folder() / re.sub(r"\W+", "_", place)
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with progress(f"reading {place}"), atomic_write(path) as partial:
+            partial.write_bytes(request_bytes(place))
+    return path
+
+
+def _items(definition: Json, path: Path, split: str) -> list[Json]:
+    """Return the records of a file, or of a folder's files that begin with a split's name."""
+    if path.is_dir():
+        path /= f"{split}*"
+    read = _JINJA.compile_expression(definition["item"], undefined_to_none=False)
+    items = []
+    for file in sorted(path.parent.glob(path.name)):
+        for where, record in read_rows(file):
+            with errors_as(where, *_WRONG):
+                items.append(read(**record))
+    if not items:
+        raise JllamaError(f"there are no records in {path}: give a file with some, or a folder")
+    return items
+
+
+def _questions(name: str, path: Path, limit: int, num_fewshot: int | None) -> Iterator[Question]:
+    """Yield the questions of a benchmark that lm-eval defines."""
+    definition = _DEFINITIONS[name]
+    num_examples = definition["num_fewshot"] if num_fewshot is None else num_fewshot
+    solved: list[Json] = []
+    if num_examples:
+        folder = path if path.is_dir() else path.parent
+        solved = _items(definition, folder, definition["examples"])
+    generator = random.Random(_FEWSHOT_SEED)
+    items = _items(definition, path, "test")
+    for groups, members in itertools.groupby(items, lambda item: item.get("groups", [])):
+        pool = [example for example in solved if example.get("groups", []) == groups]
+        if len(pool) < num_examples:
+            raise JllamaError(
+                f"{path} has {len(pool)} solved examples of one kind: lower num_fewshot"
+            )
+        names = [name, *(f"{name}/{group}" for group in groups)]
+        for item in itertools.islice(members, limit or None):
+            examples = pool[:num_examples]
+            if "first" not in definition:
+                examples = generator.sample(pool, num_examples)
+            yield Question(definition, names, item, examples)
+
+
+def _core_questions(path: Path, limit: int, chances: dict[str, float]) -> Iterator[Question]:
+    """Yield the questions of all tasks of CORE, and put the accuracy of chance into ``chances``.
+
+    Source: nanochat's ``base_eval.py`` and ``core_eval.py``.
+    """
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        errors_as(f"{path} is no bundle of CORE, or limit is too low", *_WRONG, zipfile.BadZipFile),
+    ):
+        # 1) Find the bundle, in a folder or a zip file.
+        if path.is_file():
+            zipfile.ZipFile(path).extractall(folder)  # never outside of it, whatever the names
+            path = Path(folder)
+        config = next(iter(path.rglob("core.yaml")), path / "core.yaml")
+        table = config.with_name("eval_meta_data.csv").read_text(encoding="utf-8")
+        rows = csv.DictReader(table.splitlines())
+        baselines = {row["Eval Task"]: float(row["Random baseline"]) for row in rows}
+
+        # 2) Shuffle each task's questions, and draw the examples of each from the others.
+        for task in yaml.safe_load(config.read_text(encoding="utf-8"))["icl_tasks"]:
+            label = task["label"]
+            group = f"core/{label}"
+            chances[group] = 0.01 * baselines[label]
+            definition = _DEFINITIONS["core"]["types"][task["icl_task_type"]]
+            items = _items(definition, config.parent / "eval_data" / task["dataset_uri"], "")
+            random.Random(_CORE_SEED).shuffle(items)
+            items = items[: limit or None]
+            for index, item in enumerate(items):
+                others = items[:index] + items[index + 1 :]
+                generator = random.Random(_FEWSHOT_SEED + index)
+                examples = generator.sample(others, task["num_fewshot"][0])
+                delimiter = task.get("continuation_delimiter", " ")
+                yield Question(definition, [group], item, examples, delimiter)
+
+
+def _pairs(item: Json) -> list[tuple[str, str]]:
+    """Return the context and the continuation of each option."""
+    return [*itertools.product(item["contexts"], item["continuations"])]
+
+
+def _inputs(model: LanguageModel, question: Question, as_chat: bool) -> Any:
+    """Return the options of a question as ``Continuation``, or the prompt of an answer."""
+    # 1) Put the examples and their answers before each context.
+    definition, _, item, examples, delimiter = question
+    prefix = item.get("prefix", "")
+    start = [("system", item.get("description", ""), "")]
+    for example in examples:
+        before, answer = _pairs(example)[example["answer"]]
+        start += [("user", before, delimiter), ("assistant", answer, "\n\n")]
+    contexts = []
+    for context in item["contexts"]:
+        turns = [*start, ("user", context, ""), ("assistant", prefix, "")]
+        if as_chat:
+            messages = [{"role": role, "content": text} for role, text, _ in turns if text]
+            contexts.append(chat_text(model, messages, not prefix))
+        else:
+            contexts.append("".join(text + end for _, text, end in turns))
+
+    # 2) Encode the prompt of an answer.
+    max_length = model.config.max_seq_len
+    if "stop" in definition:
+        max_new_tokens = min(definition["max_new_tokens"], max_length // 2)
+        sampling = SamplingParams(temperature=0)
+        prompt = Prompt(contexts[0], sampling, max_new_tokens, definition["stop"])
+        return encode_cut_prompt(model, prompt, max_length)
+
+    # 3) Encode the options, and count the tokens of each that are scored.
+    tokenizer = model.text_tokenizer
+    is_core = "examples" not in definition
+    space = "" if as_chat else delimiter
+    texts = [
+        context + space + continuation
+        for context, continuation in itertools.product(contexts, item["continuations"])
+    ]
+    rows = [_encode(tokenizer, text, is_core) for text in texts]
+    scored = definition["scored"]
+    if scored == "shared end":
+        counts = [_num_shared([row[::-1] for row in rows])] * len(rows)
+    else:
+        starts = rows
+        if scored == "continuation":
+            starts = [_encode(tokenizer, (contexts[0] + space).rstrip(), is_core)]
+        counts = [len(row) - _num_shared(starts) for row in rows]
+    arrays = [np.array(row, np.int32) for row in rows]
+    return [Continuation(*option) for option in zip(texts, arrays, counts, strict=True)]
+
+
+def _num_shared(rows: list[list[int]]) -> int:
+    """Return the number of first tokens that all rows have in common."""
+    return len(os.path.commonprefix(rows))  # noqa: RUF071 - it takes any lists
+
+
+def _encode(tokenizer: Tokenizer, text: str, is_core: bool) -> list[int]:
+    if is_core:
+        return [tokenizer.bos_id, *tokenizer.encode(text)]
+    return prompt_ids(tokenizer, text)
+
+
+def encode_cut_prompt(model: LanguageModel, prompt: Prompt, max_length: int) -> Prompt:
+    """Encode a prompt, cut on the left to leave room for its new tokens; EOS ends its text, too."""
+    tokenizer = model.text_tokenizer
+    room = max_length - (prompt.max_new_tokens or 0)
+    ids = prompt_ids(tokenizer, str(prompt.content))[-room:]
+    stop_ids = (*model.stop_ids, tokenizer.eos_id)
+    return encode_prompt(model, dataclasses.replace(prompt, content=ids, stop_ids=stop_ids))
+
+
+def chat_text(
+    model: LanguageModel, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool
+) -> str:
+    """Return a conversation as text, up to the next answer, or with its last message left open."""
+    tokenizer = model.text_tokenizer
+    template = find_template(tokenizer, model.chat_template)
+    text = render(template, **template_variables(tokenizer, messages, add_generation_prompt))
+    if add_generation_prompt:
+        return text
+    last = messages[-1]["content"].lstrip()
+    if last not in text:
+        last = last.rstrip()  # many templates strip it
+    return text[: text.rindex(last) + len(last)]
+
+
+def score_continuations(
+    model: LanguageModel, continuations: Sequence[Continuation], max_length: int, batch_size: int
+) -> list[TokenScores]:
+    """Score each text; a context that is too long is cut on the left. A bar shows the progress.
+
+    Args:
+        model: the model.
+        continuations: the texts.
+        max_length: the maximum number of tokens that the model sees at once.
+        batch_size: how many rows go through the model at once.
+
+    Raises:
+        JllamaError: a text is longer than ``max_length``.
+    """
+    rows = []
+    counts = []
+    for text, ids, count in continuations:
+        if count > max_length:
+            raise JllamaError(
+                f"the continuation {text[:20]!r}... has {count} tokens and max_length is "
+                f"{max_length}: leave the task out, or take a model with a longer context"
+            )
+        rows.append(ids[-max_length - 1 :])
+        counts.append(count)
+    with progress("tokens scored") as move:
+        return token_log_probs(
+            model,
+            rows,
+            counts,
+            batch_size=batch_size,
+            on_progress=lambda done, total: move(completed=done, total=total),
+        )
+
+
+def judge(question: Question, output: Any) -> dict[str, bool]:
+    """Return whether an answer is right, by each metric of the benchmark.
+
+    ``output`` is the scores of the options, or the text of the answer.
+    """
+    item = question.item
+    outcome = {}
+    for metric, rule in question.definition["metrics"].items():
+        if rule == "passes":
+            prompt, test = item["program"]
+            outcome[metric] = passes(prompt + output + test)
+        elif rule == "greedy":
+            outcome[metric] = bool(output[0].is_likeliest.all())
+        elif isinstance(rule, str):
+            means = []
+            for (_, option), score in zip(_pairs(item), output, strict=True):
+                size = {"option": 1, "character": len(option), "token": len(score.log_probs)}[rule]
+                means.append(score.log_probs.sum(dtype=float) / size)
+            outcome[metric] = int(np.argmax(means)) == item["answer"]
+        else:
+            pattern, index = rule
+            matches = re.findall(pattern, output) or ["[invalid]"]
+            (expected,) = item["continuations"]
+            outcome[metric] = _number(matches[index]) == _number(expected)
+    return outcome
+
+
+def _number(text: str) -> str:
+    return re.sub(r"\.$", "", re.sub(r",|\$|(?s:.*)#### ", "", text)).lower()
+
+
+def passes(program: str) -> bool:
+    """Run a program of Python that a model has written; return whether it came to its end.
+
+    It runs in an empty folder and without the environment, under the limits of ``_PROGRAM``. Its
+    process is killed with all that it has started.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "program.py")
+        path.write_text(program, encoding="utf-8", errors="replace")
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-c", _PROGRAM, str(_PASSED), str(_PROGRAM_S), path],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd=folder,
+            env={"OPENBLAS_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+        try:
+            return process.wait(_PROGRAM_S) == _PASSED
+        except subprocess.TimeoutExpired:
+            return False
+        finally:
+            line_process.end(process)

@@ -1,0 +1,273 @@
+"""Benchmarks have the results of lm-eval's own tasks, whose definitions are read from its package,
+on local data.
+
+Marked ``lm_eval``; see ``tests/lab/test_harness.py``.
+"""
+
+import dataclasses
+import itertools
+import json
+import os
+import random
+import zlib
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import yaml
+
+os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = (
+    "1"  # read when lm-eval is imported
+)
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install -e '.[eval]'")
+
+import lm_eval.tasks
+from helpers import trained_smollm
+from lm_eval.evaluator import simple_evaluate
+from models import SMALL
+
+from jllama.generation.text import Completion
+from jllama.lab import harness
+from jllama.lab.checks import random_params
+from jllama.lab.harness import JllamaLM, task_manager
+from jllama.models.language_model import LanguageModel
+from jllama.score import benchmarks
+from jllama.score.benchmarks import evaluate
+from jllama.score.scoring import TokenScores
+from jllama.tokenizers.sentencepiece import train_sentencepiece
+
+pytestmark = pytest.mark.lm_eval
+
+OWN = Path(lm_eval.tasks.__file__).parent
+SENTENCES = [
+    "the cat sat on the mat, and the other cats sat on the other mats",
+    "a question is asked: what is it that sat on the mat? the answer is a cat",
+]
+CHAT = (
+    "{{ bos_token }}{% for m in messages %}"
+    "[{{ m.role }}] {{ m.content | trim }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+TOKENIZERS = {
+    "without BOS": trained_smollm(SENTENCES, 300),
+    "with BOS": train_sentencepiece([f"{s}\n" for s in SENTENCES], 310),
+}
+WORDS = ["the", "cat", "sat", "on", "mats", "question", "asked", "answer", ""]
+SUBJECTS = ["virology", "world_religions", "abstract_algebra"]
+
+
+@pytest.fixture(params=TOKENIZERS)
+def model(request):
+    tokenizer = TOKENIZERS[request.param]
+    config = dataclasses.replace(SMALL, vocab_size=310, max_seq_len=2048)
+    params = jax.tree.map(jnp.asarray, random_params(config, 0))
+    return LanguageModel(config, params, tokenizer, CHAT, (tokenizer.eos_id,))
+
+
+def seed_of(ids):
+    return zlib.crc32(np.asarray(ids, np.int32).tobytes())
+
+
+@pytest.fixture(autouse=True)
+def without_a_model(monkeypatch):
+    """Random scores and texts by the tokens that they follow, so that other tokens have others."""
+
+    def score(model, rows, counts, *, batch_size, on_progress):
+        rngs = [np.random.default_rng(seed_of(row)) for row in rows]
+        return [
+            TokenScores(-rng.exponential(size=count), np.ones(count, bool))
+            for rng, count in zip(rngs, counts, strict=True)
+        ]
+
+    def complete(model, prompts, batch_size):
+        for index, prompt in enumerate(prompts):
+            rng = random.Random(seed_of([*prompt.ids, prompt.max_new_tokens, *prompt.stop_ids]))
+            number = rng.choice(["1", "2", "1,002", "$2", "2.", "-1", "x"])
+            text = f"{rng.choice('12x')} {rng.choice(['#### ', '####', ''])}{number}"
+            yield index, Completion(text + rng.choice(["", ".", " cats"]), [], "length", [])
+
+    monkeypatch.setattr(benchmarks, "token_log_probs", score)
+    for module in (benchmarks, harness):
+        monkeypatch.setattr(module, "completions", complete)
+
+
+def write(folder, split, rows):
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{split}-0.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def text(rng, num_words=5):
+    return " ".join(rng.choices(WORDS, k=num_words))
+
+
+def arc_rows(rng, count):
+    labels = [["A", "B", "C", "D"], ["1", "2", "3"]]
+    rows = []
+    for number in range(count):
+        label = labels[number % 2]
+        texts = [text(rng, rng.randrange(1, 6)) + "." for _ in label]
+        choices = {"text": texts, "label": label}
+        row = {"question": text(rng), "choices": choices, "answerKey": rng.choice(label)}
+        rows.append(row)
+    return rows
+
+
+def mmlu_rows(rng, count, subject):
+    return [
+        {
+            "question": f" {text(rng)} ",
+            "choices": [text(rng, 2) for _ in range(4)],
+            "answer": rng.randrange(4),
+            "subject": subject,
+        }
+        for _ in range(count)
+    ]
+
+
+def gsm8k_rows(rng, count):
+    numbers = ["1", "2", "1,002", "-1"]
+    return [
+        {"question": text(rng), "answer": f"{text(rng)}\n#### {rng.choice(numbers)}"}
+        for _ in range(count)
+    ]
+
+
+def results_of_lm_eval(model, folder, tasks, **options):
+    """Evaluate tasks, from their YAML's content, their name and their files."""
+    for name, content, files in tasks:
+        kwargs = {"data_files": files, "cache_dir": str(folder / "cache")}
+        data = {"task": name, "dataset_path": "json", "dataset_kwargs": kwargs}
+        for unused in ("dataset_name", "validation_split", "training_split", "tag", "include"):
+            content.pop(unused, None)
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump({**content, **data}))
+    names = [name for name, _, _ in tasks]
+    manager = task_manager(names, str(folder))
+    result = simple_evaluate(
+        JllamaLM(model), tasks=names, task_manager=manager, bootstrap_iters=1, **options
+    )
+    return result["results"]
+
+
+def content_of(path):
+    return yaml.safe_load((OWN / path).read_text())
+
+
+OPTIONS = [(None, False, 0), (2, False, 9), (None, True, 0), (2, True, 9)]
+
+
+@pytest.mark.parametrize(("fewshot", "as_chat", "limit"), OPTIONS)
+def test_arc(model, tmp_path, fewshot, as_chat, limit):
+    rng = random.Random(1)
+    files = {name: write(tmp_path / "data", name, arc_rows(rng, 40)) for name in ("train", "test")}
+    content = {**content_of("arc/arc_easy.yaml"), "fewshot_split": "train"}
+    options = {"apply_chat_template": as_chat, "num_fewshot": fewshot}
+    expected = results_of_lm_eval(
+        model, tmp_path, [("local_arc", content, files)], limit=limit or None, **options
+    )["local_arc"]
+    challenge = {**content, **content_of("arc/arc_challenge.yaml")}
+    assert {name for name in challenge if challenge[name] != content.get(name)} <= {
+        *("include", "task", "dataset_name", "tag")
+    }
+    for name in ("arc_easy", "arc_challenge"):
+        place = str(tmp_path / "data")
+        actual = evaluate(model, name, place, limit=limit, **options)[name]
+        assert actual["questions"] == (limit or 40)
+        for metric in ("acc", "acc_norm"):
+            assert actual[metric] == pytest.approx(expected[f"{metric},none"])
+            error = expected[f"{metric}_stderr,none"]
+            assert actual[f"{metric}_stderr"] == pytest.approx(error)
+        assert actual["acc"] > 0
+        assert limit or actual["acc"] != actual["acc_norm"]
+
+
+@pytest.mark.parametrize(("fewshot", "as_chat", "limit"), OPTIONS)
+def test_mmlu(model, tmp_path, fewshot, as_chat, limit):
+    rng = random.Random(2)
+    rows = {
+        split: {
+            subject: mmlu_rows(rng, 12 if split == "test" else 5, subject) for subject in SUBJECTS
+        }
+        for split in ("dev", "test")
+    }
+    tasks = []
+    for subject in SUBJECTS:
+        files = {}
+        for split, by_subject in rows.items():
+            files[split] = write(tmp_path / subject, split, by_subject[subject])
+        content = content_of("mmlu/default/_default_template_yaml")
+        content |= content_of(f"mmlu/default/mmlu_{subject}.yaml")
+        tasks.append((f"local_{subject}", content, files))
+    for split, by_subject in rows.items():
+        write(tmp_path / "all", split, [*itertools.chain.from_iterable(by_subject.values())])
+    options = {"apply_chat_template": as_chat, "num_fewshot": fewshot}
+    expected = results_of_lm_eval(model, tmp_path, tasks, limit=limit or None, **options)
+    actual = evaluate(model, "mmlu", str(tmp_path / "all"), limit=limit, **options)
+    accuracies = [expected[f"local_{subject}"]["acc,none"] for subject in SUBJECTS]
+    assert len({*accuracies}) > 1
+    for subject, accuracy in zip(SUBJECTS, accuracies, strict=True):
+        assert actual[f"mmlu/{subject}"]["acc"] == accuracy
+    assert actual["mmlu"]["acc"] == pytest.approx(np.mean(accuracies))
+    assert actual["mmlu"]["questions"] == 3 * (limit or 12)
+
+
+def test_the_subjects_of_mmlu_have_lm_evals_categories_and_descriptions(tmp_path, model):
+    rows = []
+    expected = {}
+    for path in sorted((OWN / "mmlu/default").glob("mmlu_*.yaml")):
+        content = yaml.safe_load(path.read_text())
+        rows += mmlu_rows(random.Random(0), 1, content["dataset_name"])
+        category = content["tag"].removeprefix("mmlu_").removesuffix("_tasks")
+        expected[content["dataset_name"]] = content["description"], category
+    assert len(expected) == 57
+    path = Path(write(tmp_path, "test", rows))
+    for item in benchmarks._items(benchmarks._DEFINITIONS["mmlu"], path, "test"):
+        subject, category = item["groups"]
+        description, expected_category = expected[subject]
+        assert (item["description"].split(), category) == (description.split(), expected_category)
+        assert item["description"].endswith(".\n\n")
+
+
+@pytest.mark.parametrize(("fewshot", "as_chat", "limit"), OPTIONS)
+def test_gsm8k(model, tmp_path, fewshot, as_chat, limit):
+    rng = random.Random(3)
+    files = {
+        name: write(tmp_path / "data", name, gsm8k_rows(rng, 60)) for name in ("train", "test")
+    }
+    content = content_of("gsm8k/gsm8k.yaml")
+    options = {"apply_chat_template": as_chat, "num_fewshot": fewshot}
+    expected = results_of_lm_eval(
+        model, tmp_path, [("local_gsm8k", content, files)], limit=limit or None, **options
+    )["local_gsm8k"]
+    actual = evaluate(model, "gsm8k", str(tmp_path / "data"), limit=limit, **options)["gsm8k"]
+    for metric, name in (
+        ("strict_match", "strict-match"),
+        ("flexible_extract", "flexible-extract"),
+    ):
+        assert actual[metric] == pytest.approx(expected[f"exact_match,{name}"])
+    if not limit:
+        assert 0 < actual["strict_match"] < actual["flexible_extract"] < 1
+
+
+@pytest.mark.parametrize("name", ["humaneval", "humaneval_instruct"])
+def test_the_definition_of_human_eval(name):
+    """lm-eval's needs a download; the texts are compared."""
+    lines = (OWN / f"humaneval/{name}.yaml").read_text().replace("!function", "")
+    content = yaml.safe_load(lines)
+    if name == "humaneval":
+        stops, arguments = content["generation_kwargs"], benchmarks._DEFINITIONS[name]
+        assert arguments["stop"] == stops["until"]
+        assert arguments["max_new_tokens"] == stops["max_gen_toks"]
+    record = {"prompt": "def f():\n", "test": "check", "entry_point": "f"}
+    read = benchmarks._JINJA.compile_expression(benchmarks._DEFINITIONS[name]["item"])
+    item = read(**record)
+    render = lambda text: benchmarks._JINJA.from_string(text).render(**record)  # noqa: E731
+    # Jinja drops a newline at a template's end, and YAML has one more than Jinja.
+    assert item["contexts"][0].rstrip("\n") == render(content["doc_to_text"]).rstrip("\n")
+    if name == "humaneval_instruct":
+        assert item["prefix"].rstrip("\n") == render(content["gen_prefix"]).rstrip("\n")
+    else:
+        assert item["program"][1] == "\n" + render(content["doc_to_target"])
