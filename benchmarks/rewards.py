@@ -23,7 +23,7 @@ from common import panels, table, write
 
 import jllama
 from jllama.data.prompts import prepare_prompts
-from jllama.data.sums import write_sums
+from jllama.data.tasks import write_sums
 
 KINDS = {
     "the reward": ["--reward", "exact"],

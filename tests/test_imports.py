@@ -38,7 +38,7 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 ADD_ONS = {
     "lab": (
         "core core.config core.model core.ops core.parameters core.step data.batches data.config "
-        "data.datasets data.prompts data.sums "
+        "data.datasets data.prompts data.tasks "
         "formats.receipt formats.registry formats.run formats.run_checkpoints formats.tensors "
         "functional generation.generate generation.sampling_params generation.text kernels.int8 "
         "kernels.shapes models models.build models.capture models.decode_params "

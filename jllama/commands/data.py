@@ -15,7 +15,7 @@ from jllama.commands.cli import parse
 from jllama.commands.terminal import CONTROLS
 from jllama.core import check_fields
 from jllama.data.config import DataConfig
-from jllama.data.sums import write_sums
+from jllama.data.tasks import write_lists, write_sums
 from jllama.system.errors import no_tokenizer
 from jllama.system.places import as_place
 from jllama.system.progress import progress
@@ -28,13 +28,15 @@ _COMMON = (
     "data.tokenizer data.validation_fraction"
 )
 
+_TASKS = {"sums": write_sums, "lists": write_lists}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataOptions:
     """Show how training tokenizes a chat file; the tokens that a model learns from are green.
 
-    Or write the tokens of a corpus, to train from as a stream. Or write the sums of
-    docs/rewards.md: texts for a base, and prompts for rewards.
+    Or write the tokens of a corpus, to train from as a stream. Or write small tasks to learn from
+    rewards: the sums of docs/rewards.md as texts, or the lists of docs/speedrun.md as chats.
 
     Examples:
         show chat.jsonl --model smollm2/
@@ -43,9 +45,9 @@ class DataOptions:
         sums my_sums/
 
     Args:
-        action: show, tokenize or sums.
+        action: show, tokenize, sums or lists.
         path: a .jsonl or Parquet file, packed or not, or a folder or a glob of such files; for
-            tokenize any text; for sums the folder to write.
+            tokenize any text; for sums and lists the folder to write.
         target: where tokenize writes: a folder or a URL. What is complete there stays.
         process: the shards that tokenize writes, as I/N: every N-th one from I on.
         data: how tokenize reads text, as options of training.
@@ -60,7 +62,7 @@ class DataOptions:
         json: print JSON: an object for each conversation that is shown, and one with the totals.
     """
 
-    action: Literal["show", "tokenize", "sums"]
+    action: Literal["show", "tokenize", "sums", "lists"]
     path: str
     target: str = ""
     process: str = "0/1"
@@ -86,8 +88,8 @@ class DataOptions:
 def main(argv: list[str], prog: str) -> int:
     """Tokenize every conversation as training does, show some, and count the tokens of all."""
     options = parse(DataOptions, argv, prog, ("action", "path", "target"), _COMMON)
-    if options.action == "sums":
-        write_sums(Path(options.path))
+    if options.action in _TASKS:
+        _TASKS[options.action](Path(options.path))
         return 0
     if options.action == "tokenize":
         from jllama.data.token_shards import tokenize_shards

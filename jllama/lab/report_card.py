@@ -18,7 +18,7 @@ from jllama.lab.speedrun import STAGES, training_flops
 from jllama.rl.scorer import Scorer
 from jllama.system.errors import shell_command
 from jllama.system.files import METRICS, SPEEDRUN, Json, read_json_object, read_lines, write_json
-from jllama.templates.messages import message_ids
+from jllama.templates.messages import find_template, message_ids
 from jllama.training.report import COLORS, LOOK, REPORT, svg, table, write_page
 
 CARD = "report.json"
@@ -103,14 +103,15 @@ def _examine(runs: Mapping[str, Path]) -> tuple[dict[str, float], dict[str, dict
     # The prompts: those that rewards held out, and questions of the chats.
     last = load(runs["rewards"])
     tokenizer = last.text_tokenizer
+    template = find_template(tokenizer, last.chat_template)
     config = read_config(runs["rewards"]).fields
     data = DataConfig(**config["data"])
-    rows = prepare_prompts(data, tokenizer, last.chat_template, last.config.max_seq_len).validation
+    rows = prepare_prompts(data, tokenizer, template, last.config.max_seq_len).validation
     questions = read_config(runs["chat"]).fields["training"]["questions"]
     prompts: list[Any] = [row.ids for row in rows]
     for question in questions:
         messages = [{"role": "user", "content": question}]
-        prompts.append(message_ids(tokenizer, last.chat_template, messages, True))
+        prompts.append(message_ids(tokenizer, template, messages, True))
 
     # The answers, and their rewards.
     reward = config["reward"]

@@ -15,7 +15,7 @@ from rich.filesize import decimal
 from jllama.core.config import LlamaConfig
 from jllama.core.parameters import count_parameters
 from jllama.data.batches import text_batch
-from jllama.data.sums import CHATS, QUESTIONS
+from jllama.data.tasks import CHATS, PROMPTS
 from jllama.kernels.shapes import power_of_two_at_least
 from jllama.lab.plan_receipt import plan_training
 from jllama.system.files import SPEEDRUN, atomic_write_text, write_json
@@ -27,7 +27,7 @@ from jllama.training.run_folder import config_fields
 
 STAGES = ("base", "chat", "rewards")
 """The runs, in their order, and the folders that they are in."""
-SUMS = "sums"
+LISTS = "lists"
 
 
 class StagePlan(NamedTuple):
@@ -48,16 +48,16 @@ def places(options: Any) -> dict[str, object]:
     """Return where the stages read and write."""
     folder = Path(options.run_dir)
     base, chat, rewards = (folder / stage for stage in STAGES)
-    sums = folder / SUMS
+    lists = folder / LISTS
     return {
         "base.run_dir": base,
         "base.data.path": options.corpus,
         "chat.run_dir": chat,
         "chat.init_from": base,
-        "chat.data.mixture": yaml.safe_dump({options.chats: 1, str(sums / CHATS): 2}),
+        "chat.data.mixture": yaml.safe_dump({options.chats: 1, str(lists / CHATS): 2}),
         "rewards.run_dir": rewards,
         "rewards.init_from": chat,
-        "rewards.data.path": sums / QUESTIONS,
+        "rewards.data.path": lists / PROMPTS,
     }
 
 
@@ -71,7 +71,6 @@ def shapes(options: Any) -> dict[str, object]:
         "base.model.num_layers": depth,
         "base.model.embed_dim": embed_dim,
         "base.model.num_heads": num_heads,
-        "base.model.tie_embeddings": depth < 12,
         "base.model.max_seq_len": min(power_of_two_at_least(embed_dim, 256), 2048),
         "base.data.vocab_size": min(power_of_two_at_least(512 * depth, 1024), 32_768),
     }
@@ -87,9 +86,10 @@ def horizon(options: Any) -> dict[str, object]:
     batch_tokens = 0.292 * flops**0.3271
     rows = 2 ** round(math.log2(max(batch_tokens / seq_len, 8)))
     learning_rate = 0.3118 * flops**-0.125
+    muon_rate = 1.5 * learning_rate
     rewards_rate = 3e-4 * (192 / model.embed_dim) ** 2
     return {
-        "base.optimizer.learning_rate": f"{learning_rate:.2g}",
+        "base.optimizer.learning_rate": f"{muon_rate:.2g}",
         "base.training.batch_size": rows,
         "base.training.steps": math.ceil(num_tokens / rows / seq_len),
         "chat.optimizer.learning_rate": f"{learning_rate / 5:.2g}",
@@ -193,8 +193,8 @@ def write_stages(options: Any) -> list[tuple[str, Sequence[object], Path | None]
     """
     folder = Path(options.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    sums = folder / SUMS
-    stages: list[Any] = [("sums", ["data", "sums", sums], sums / QUESTIONS)]
+    lists = folder / LISTS
+    stages: list[Any] = [("lists", ["data", "lists", lists], lists / PROMPTS)]
     for stage in STAGES:
         file = folder / f"{stage}.yaml"
         fields = config_fields(getattr(options, stage)) | {"resume": "auto"}

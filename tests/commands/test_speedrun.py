@@ -141,7 +141,7 @@ def test_sizes_follow_the_rules(depth, ratio):
     tokens = base.training.steps * base.training.batch_size * model.max_seq_len
     assert tokens >= ratio * parameters
     flops = 6 * parameters * ratio * parameters
-    assert base.optimizer.learning_rate == pytest.approx(0.3118 / flops**0.125, rel=0.05)
+    assert base.optimizer.learning_rate == pytest.approx(1.5 * 0.3118 / flops**0.125, rel=0.05)
     batch_tokens = base.training.batch_size * model.max_seq_len
     best = max(0.292 * flops**0.3271, 8 * model.max_seq_len)
     assert abs(math.log2(batch_tokens / best)) <= 0.5 + 1e-9
