@@ -1,15 +1,19 @@
 """``jllama report``: write a page about one or several runs, or send their metrics to a logger."""
 
 import dataclasses
+import operator
 import sys
 from pathlib import Path
 
 from jllama.commands.cli import parse
+from jllama.core import check_fields
 
 
 @dataclasses.dataclass(frozen=True)
 class ReportOptions:
     """Write the page of a run again, or one page about several runs with their curves together.
+
+    The page of a folder of speedrun is its report card.
 
     Examples:
         runs/quickstart
@@ -33,7 +37,7 @@ def main(argv: list[str], prog: str) -> int:
     options = parse(ReportOptions, argv, prog, ("runs",))
     from jllama.formats.bucket import without_checkpoints
     from jllama.formats.run import read_config
-    from jllama.system.files import METRICS, SPEEDRUN, check_writable, errors_as, read_lines
+    from jllama.system.files import METRICS, check_writable, errors_as, read_lines
     from jllama.system.places import as_place
     from jllama.system.remote import fetch
     from jllama.training.loggers import LOGGERS, check_logger, finite_numbers
@@ -41,11 +45,11 @@ def main(argv: list[str], prog: str) -> int:
 
     places = [as_place(run) for run in dict.fromkeys(options.runs)]
     folders = [fetch(place, without_checkpoints) for place in places]
-    if len(folders) == 1 and (folders[0] / SPEEDRUN).exists():
+    if len(folders) == 1 and (folders[0] / "rewards.yaml").exists():
         from jllama.lab.report_card import write_card
 
-        write_card(folders[0])
-        print(f"wrote {folders[0] / REPORT}", file=sys.stderr)
+        check_fields(options, "", "logger", operator.not_, "left out for a folder of speedrun")
+        write_card(folders[0], Path(options.output or folders[0] / REPORT))
         return 0
     is_in_run = len(places) == 1 and isinstance(places[0], Path)
     target = Path(options.output or (folders[0] / REPORT if is_in_run else REPORT))

@@ -9,6 +9,7 @@ from jllama.commands import cli
 from jllama.commands.cli import parse
 from jllama.core import check_fields
 from jllama.system.errors import shell_command
+from jllama.system.places import local_path
 from jllama.training.config import TrainConfig
 
 _COMMON = "depth run_dir corpus chats tokens_per_parameter price topology plan base.training.steps"
@@ -23,13 +24,13 @@ class SpeedrunOptions:
 
     Examples:
         --depth 2 --plan
-        --base.data.path my_texts/ --chat.data.path my_chats.jsonl
+        --corpus my_texts/ --chats my_chats.jsonl
         --depth 20 --topology h100:8 --price 24
 
     Args:
         depth: the number of layers, which also decides the width, heads, context, vocabulary,
             batch, learning rates and steps (docs/speedrun.md has the rules).
-        run_dir: the folder of everything.
+        run_dir: the folder of everything, on this machine.
         corpus: the text of the base, as data.path of training; hf://datasets/... is a stream.
         chats: the chats to learn from, beside those of the tasks: persona, a file or a URL.
         tokens_per_parameter: the length of the base's training.
@@ -56,6 +57,7 @@ class SpeedrunOptions:
     def __post_init__(self) -> None:
         check_fields(self, "", "depth", lambda depth: 1 <= depth <= 128, "from 1 to 128")
         check_fields(self, "", "run_dir corpus chats", bool, "given, or left out for its default")
+        local_path(self.run_dir)
         positive = "tokens_per_parameter"
         check_fields(self, "", positive, lambda ratio: 0 < ratio < math.inf, "positive and finite")
         check_fields(self, "", "price", lambda price: 0 <= price < math.inf, "0 or positive")
@@ -63,27 +65,29 @@ class SpeedrunOptions:
 
 def main(argv: list[str], prog: str) -> int:
     """Plan the stages, run those that are not finished, and return the exit code of the last."""
-    options = parse(SpeedrunOptions, ["--config", "speedrun", *argv], prog, (), _COMMON)
+    words = ["--config", "speedrun", *argv]
+    options = parse(SpeedrunOptions, words, prog, (), _COMMON)
     from jllama.lab import speedrun
 
+    # The rules read the options, and what is given by name overrides them.
     flags: list[str] = []
     for rule in speedrun.RULES:
         flags += [f"--{name}={value}" for name, value in rule(options).items()]
-        words = ["--config", "speedrun", *flags, *argv]
-        options = parse(SpeedrunOptions, words, prog)
+        options = parse(SpeedrunOptions, ["--config", "speedrun", *flags, *argv], prog)
+
+    # The plan; a process of many must not start its devices before it knows the others.
     ends = options.plan or bool(options.topology)
-    if ends or not Path(options.run_dir).exists():
-        plan = speedrun.plan_stages(options)
-        print(*speedrun.describe(plan, options.price), sep="\n", file=sys.stderr)
+    is_alone = not options.base.distributed.coordinator
+    if ends or (is_alone and not Path(options.base.run_dir).exists()):
+        for line in speedrun.plan_stages(options):
+            print(line, file=sys.stderr)
     if ends:
         return 0
-    stages = speedrun.write_stages(options)
-    for number, (title, words, target) in enumerate(stages, 1):
-        print(f"[{number}/{len(stages)}] {title}: {shell_command(*words)}", file=sys.stderr)
-        if target and Path(target).exists():
-            print(f"{target} is there", file=sys.stderr)
-            continue
-        code = cli.main([str(word) for word in words])
+
+    # The stages.
+    for name, command in speedrun.write_stages(options):
+        print(f"{name}: {shell_command(*command)}", file=sys.stderr)
+        code = cli.main([str(word) for word in command])
         if code:
             print(f"To go on: {shell_command('speedrun', *argv)}", file=sys.stderr)
             return code

@@ -2,8 +2,8 @@
 
 A text is a sum such as ``17+25=<42>``. Two of nine texts are like this one. The others have another
 format, or are off by ten, so a base that learns them well is right in two of nine answers. A chat
-asks ``Reverse 17 25.``, and the answer is right in one of three. No prompt is in the texts or
-chats.
+asks ``List 17 and 25.``, and one of three answers has the format ``17, 25``. No prompt is in the
+texts or chats.
 """
 
 import json
@@ -44,12 +44,12 @@ def write_lists(folder: Path) -> None:
     pairs = [(a, b) for a in range(100) for b in range(100)]
     generator.shuffle(pairs)
     for index, (a, b) in enumerate(pairs):
-        question = {"role": "user", "content": f"Reverse {a} {b}."}
-        answer = f"{b} {a}"
+        question = {"role": "user", "content": f"List {a} and {b}."}
+        answer = f"{a}, {b}"
         if index < 500:
             prompts.append({"messages": [question], "answer": answer})
         else:
-            text = generator.choice((answer, f"{a} {b}", f"{b}"))
+            text = generator.choice((answer, f"{a} and {b}", f"{a} {b}"))
             chats.append({"messages": [question, {"role": "assistant", "content": text}]})
     _write(folder / CHATS, chats)
     _write(folder / PROMPTS, prompts)

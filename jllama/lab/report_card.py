@@ -1,4 +1,4 @@
-"""The report card of ``jllama speedrun``: all stages in one page, ``report.html``, and in JSON."""
+"""The report card of ``jllama speedrun``: all stages in one page, and in JSON beside it."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.figure import Figure
 
 from jllama.data.config import DataConfig
@@ -17,26 +18,27 @@ from jllama.generation.generate import generate
 from jllama.lab.speedrun import STAGES, training_flops
 from jllama.rl.scorer import Scorer
 from jllama.system.errors import shell_command
-from jllama.system.files import METRICS, SPEEDRUN, Json, read_json_object, read_lines, write_json
+from jllama.system.files import METRICS, Json, read_lines, write_json
 from jllama.templates.messages import find_template, message_ids
-from jllama.training.report import COLORS, LOOK, REPORT, svg, table, write_page
+from jllama.training.report import COLORS, LOOK, svg, table, write_page
 
-CARD = "report.json"
 _SHOWN_PROMPTS = 4
 _ROWS = {
-    "steps": "{step:,}",
-    "tokens": "{tokens:,}",
-    "FLOPs": "{flops:.2g}",
-    "time": "{elapsed_s:,.0f} s",
-    "loss": "{loss:.3f}",
-    "bits per byte, held out": "{bits_per_byte}",
-    "held-out prompts solved": "{solved:.1%}",
+    "step": "{:,}",
+    "tokens": "{:,}",
+    "flops": "{:.2g}",
+    "elapsed_s": "{:,.0f}",
+    "loss": "{:.3f}",
+    "validation_loss": "{:.3f}",
+    "bits_per_byte": "{:.3f}",
+    "bits_per_byte_of_gzip": "{}",
+    "held_out_reward": "{:.3f}",
 }
 """Numbers of a stage on the page, and how they are written."""
 
 
-def write_card(folder: Path) -> None:
-    """Write ``report.html`` and ``report.json`` of a folder of ``jllama speedrun``.
+def write_card(folder: Path, target: Path) -> None:
+    """Write the page of a folder of ``jllama speedrun``, and its numbers as JSON beside it.
 
     Raises:
         JllamaError: a stage has no checkpoint.
@@ -44,17 +46,16 @@ def write_card(folder: Path) -> None:
     # What the runs have logged, and what their models answer.
     runs = {stage: folder / stage for stage in STAGES}
     metrics = {stage: read_lines(run / METRICS) for stage, run in runs.items()}
-    solved, answers = _examine(runs)
-    facts = metrics["base"][0]["facts"]
-    numbers = {}
-    for stage, run in runs.items():
-        numbers[stage] = {**_numbers(run, metrics[stage]), "solved": solved[stage]}
-    minutes = math.fsum(row["elapsed_s"] for row in numbers.values()) / 60
-    flops = math.fsum(row["flops"] for row in numbers.values())
+    numbers = {stage: _numbers(run, metrics[stage]) for stage, run in runs.items()}
+    answers = _examine(runs, numbers)
+    base = read_config(runs["base"])
+    facts = next((line["facts"] for line in metrics["base"] if "facts" in line), {})
+    if GZIP in facts:
+        numbers["base"]["bits_per_byte_of_gzip"] = facts[GZIP].partition(" ")[0]
 
     # What to run next.
-    depth = read_json_object(folder / SPEEDRUN)["depth"]
     last = runs["rewards"]
+    depth = base.model.num_layers
     larger = ["--depth", depth + 1, "--run_dir", f"{folder}-{depth + 1}"]
     commands = {
         "talk to it": shell_command("chat", last),
@@ -64,21 +65,21 @@ def write_card(folder: Path) -> None:
 
     # The files.
     card = {"depth": depth, "facts": facts, "stages": numbers, "answers": answers}
-    write_json(folder / CARD, {**card, "next": commands})
-    cells = [
-        {name: form.format_map(row) for name, form in _ROWS.items()} for row in numbers.values()
-    ]
-    cells[0]["bits per byte of gzip -9"] = facts.get(GZIP, "").partition(" ")[0]
-    links = ", ".join(f"<a href={stage}/{REPORT}>{stage}</a>" for stage in STAGES)
+    write_json(target.with_suffix(".json"), {**card, "next": commands})
+    cells = []
+    for row in numbers.values():
+        shown = {name: form for name, form in _ROWS.items() if row.get(name) is not None}
+        cells.append({name: form.format(row[name]) for name, form in shown.items()})
+    minutes = math.fsum(row["elapsed_s"] for row in numbers.values()) / 60
+    flops = math.fsum(row["flops"] for row in numbers.values())
     parts = {
-        f"Depth {depth}: {minutes:.0f} minutes, {flops:.2g} FLOPs": _curves(metrics)
-        + table([*numbers], cells)
-        + f"<p>More of each stage: {links}</p>",
+        f"Depth {depth}: {minutes:.0f} minutes, {flops:.2g} FLOPs": _curves(metrics),
+        "Stages": table([*numbers], cells),
         "Answers": table([*answers], [*answers.values()]),
         "Data and machine": table([], [facts]),
         "Next": table([], [commands]),
     }
-    write_page(folder / REPORT, folder.name, parts)
+    write_page(target, folder.name, parts)
 
 
 def _numbers(run: Path, metrics: Sequence[Mapping[str, Any]]) -> Json:
@@ -86,63 +87,71 @@ def _numbers(run: Path, metrics: Sequence[Mapping[str, Any]]) -> Json:
     config, model, _ = read_config(run)
     loop = config["training"]
     seq_len = loop["seq_len"] or model.max_seq_len
-    numbers: Json = {}
+    logged: Json = {}
     for line in metrics:
-        numbers |= line | line.get("final", {})
-    tokens = numbers["step"] * loop["batch_size"] * seq_len
+        logged |= line | line.get("final", {})
+    tokens = logged["step"] * loop["batch_size"] * seq_len
     flops = tokens * training_flops(model, seq_len, bool(config["reward"]))
-    logged = {name: numbers[name] for name in ("step", "elapsed_s", "loss", "bits_per_byte")}
-    return {"tokens": tokens, "flops": flops, **logged}
+    numbers = {"tokens": tokens, "flops": flops}
+    for name in ("step", "elapsed_s", "loss", "validation_loss", "bits_per_byte"):
+        numbers[name] = logged.get(name)
+    return numbers
 
 
-def _examine(runs: Mapping[str, Path]) -> tuple[dict[str, float], dict[str, dict[str, str]]]:
-    """Return the share of held-out prompts that each model answers right, and its answers.
+def _examine(runs: Mapping[str, Path], numbers: Mapping[str, Json]) -> dict[str, dict[str, str]]:
+    """Return each model's answers, and put the mean reward of those to held-out prompts in numbers.
 
-    All models see the prompts as the last one does. The answers are the likeliest ones.
+    All models see the prompts as the last one does. The answers are the likeliest ones. Rewards
+    in Python files are not run.
     """
     # The prompts: those that rewards held out, and questions of the chats.
+    config = read_config(runs["rewards"]).fields
+    loop = config["training"]
+    max_new_tokens = loop["grpo"]["max_answer_tokens"]
     last = load(runs["rewards"])
     tokenizer = last.text_tokenizer
     template = find_template(tokenizer, last.chat_template)
-    config = read_config(runs["rewards"]).fields
-    data = DataConfig(**config["data"])
-    rows = prepare_prompts(data, tokenizer, template, last.config.max_seq_len).validation
-    questions = read_config(runs["chat"]).fields["training"]["questions"]
+    max_prompt_tokens = loop["seq_len"] + 1 - max_new_tokens
+    data = prepare_prompts(DataConfig(**config["data"]), tokenizer, template, max_prompt_tokens)
+    rows = data.validation[: loop["grpo"]["eval_prompts"] or None]
     prompts: list[Any] = [row.ids for row in rows]
-    for question in questions:
+    shown = [tokenizer.decode(row.ids) for row in rows[:_SHOWN_PROMPTS]]
+    for question in read_config(runs["chat"]).fields["training"]["questions"]:
         messages = [{"role": "user", "content": question}]
         prompts.append(message_ids(tokenizer, template, messages, True))
+        shown.append(question)
 
     # The answers, and their rewards.
-    reward = config["reward"]
-    scorer = Scorer(reward if isinstance(reward, dict) else {reward: 1.0})
-    room = last.config.max_seq_len - max(map(len, prompts))
-    solved = {}
+    rewards = config["reward"]
+    if isinstance(rewards, str):
+        rewards = {rewards: 1.0}
+    scorer = Scorer({spec: weight for spec, weight in rewards.items() if ".py:" not in spec})
     answers = {}
     for stage, run in runs.items():
-        completions = generate(load(run), prompts, temperature=0.0, max_new_tokens=min(32, room))
+        completions = generate(load(run), prompts, temperature=0.0, max_new_tokens=max_new_tokens)
         texts = [completion.text for completion in completions]
-        scores = [
-            scorer.score([row.prompt], [[text]], [row.fields], [row.place]).total[0, 0]
-            for row, text in zip(rows, texts, strict=False)
-        ]
-        solved[stage] = math.fsum(scores) / len(scores)
-        shown = [*questions, *(row.prompt[-1]["content"] for row in rows[:_SHOWN_PROMPTS])]
-        answers[stage] = dict(zip(shown, texts[len(rows) :] + texts, strict=False))
+        if scorer.weights:
+            scores = scorer.score(
+                [row.prompt for row in rows],
+                [[text] for text in texts[: len(rows)]],
+                [row.fields for row in rows],
+                [row.place for row in rows],
+            )
+            numbers[stage]["held_out_reward"] = float(np.nanmean(scores.total))
+        examples = texts[:_SHOWN_PROMPTS] + texts[len(rows) :]
+        answers[stage] = dict(zip(shown, examples, strict=True))
     scorer.close()
-    return solved, answers
+    return answers
 
 
 def _curves(metrics: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """Draw the losses and the rewards of all stages over the minutes, as an SVG element."""
     with matplotlib.rc_context(LOOK):
         figure = Figure(figsize=(7, 3.2))
-        losses = figure.add_axes(
-            (0.09, 0.15, 0.82, 0.8), xlabel="minutes", ylabel="loss (nats per token)"
-        )
+        place = (0.09, 0.15, 0.82, 0.74)
+        losses = figure.add_axes(place, xlabel="minutes", ylabel="loss (nats per token)")
         rewards = losses.twinx()
         rewards.set_ylabel("reward")
-        rewards.set_ylim(0, 1.05)
         start_s = 0.0
         for (stage, lines), color in zip(metrics.items(), COLORS, strict=False):
             key, axis = ("reward", rewards) if stage == "rewards" else ("loss", losses)

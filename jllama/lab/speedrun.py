@@ -1,78 +1,75 @@
 """The stages of ``jllama speedrun``: their sizes by depth, their plan, and their commands."""
 
 import dataclasses
+import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 import yaml
 from rich.filesize import decimal
 
+from jllama.core import UsageError
 from jllama.core.config import LlamaConfig
 from jllama.core.parameters import count_parameters
 from jllama.data.batches import text_batch
 from jllama.data.tasks import CHATS, PROMPTS
+from jllama.data.tokens import find_tokenizer
 from jllama.kernels.shapes import power_of_two_at_least
 from jllama.lab.plan_receipt import plan_training
-from jllama.system.files import SPEEDRUN, atomic_write_text, write_json
+from jllama.system.files import atomic_write_text, errors_as
 from jllama.system.memory import program_bytes
 from jllama.training.compiling import compile_training
 from jllama.training.config import TrainConfig
 from jllama.training.metrics import training_flops_per_token
-from jllama.training.run_folder import config_fields
+from jllama.training.opening import check_memory
 
 STAGES = ("base", "chat", "rewards")
 """The runs, in their order, and the folders that they are in."""
-LISTS = "lists"
-
-
-class StagePlan(NamedTuple):
-    """What a stage will take; bytes are those of a device."""
-
-    parameters: int
-    tokens: int
-    flops: float
-    seconds: float
-    memory_bytes: int
-    disk_bytes: int
+TASKS = "lists"
+_MEASURED_TOKENS = 4096  # of a device, in the step that is measured
 
 
 # The rules of the depth, see docs/speedrun.md: each returns options by name.
 
 
-def places(options: Any) -> dict[str, object]:
-    """Return where the stages read and write."""
+def shapes(options: Any) -> dict[str, object]:
+    """Return where the stages read and write, and the sizes of the model."""
+    # The folders, the text and the chats.
     folder = Path(options.run_dir)
     base, chat, rewards = (folder / stage for stage in STAGES)
-    lists = folder / LISTS
-    return {
+    tasks = folder / TASKS
+    result: dict[str, object] = {
         "base.run_dir": base,
         "base.data.path": options.corpus,
         "chat.run_dir": chat,
         "chat.init_from": base,
-        "chat.data.mixture": yaml.safe_dump({options.chats: 1, str(lists / CHATS): 2}),
         "rewards.run_dir": rewards,
         "rewards.init_from": chat,
-        "rewards.data.path": lists / PROMPTS,
+        "rewards.data.path": tasks / PROMPTS,
     }
+    has_own_chats = options.chat.data.path != TrainConfig(LlamaConfig()).data.path
+    if not has_own_chats:
+        shares = {options.chats: 1, str(tasks / CHATS): 2}
+        result["chat.data.mixture"] = json.dumps(shares)
 
-
-def shapes(options: Any) -> dict[str, object]:
-    """Return the sizes of the model."""
+    # The model.
     depth = options.depth
     head_dim = 64 if depth < 12 else 128
     num_heads = math.ceil(64 * depth / head_dim)
     embed_dim = num_heads * head_dim
-    return {
+    context = min(power_of_two_at_least(embed_dim, 256), 2048)
+    return result | {
         "base.model.num_layers": depth,
         "base.model.embed_dim": embed_dim,
         "base.model.num_heads": num_heads,
-        "base.model.max_seq_len": min(power_of_two_at_least(embed_dim, 256), 2048),
+        "base.model.max_seq_len": context,
         "base.data.vocab_size": min(power_of_two_at_least(512 * depth, 1024), 32_768),
+        "chat.training.seq_len": min(context, 1024),
     }
 
 
@@ -87,35 +84,45 @@ def horizon(options: Any) -> dict[str, object]:
     rows = 2 ** round(math.log2(max(batch_tokens / seq_len, 8)))
     learning_rate = 0.3118 * flops**-0.125
     muon_rate = 1.5 * learning_rate
+    chat_rate = 0.2 * learning_rate
     rewards_rate = 3e-4 * (192 / model.embed_dim) ** 2
     return {
         "base.optimizer.learning_rate": f"{muon_rate:.2g}",
         "base.training.batch_size": rows,
         "base.training.steps": math.ceil(num_tokens / rows / seq_len),
-        "chat.optimizer.learning_rate": f"{learning_rate / 5:.2g}",
+        "chat.optimizer.learning_rate": f"{chat_rate:.2g}",
         "rewards.optimizer.learning_rate": f"{rewards_rate:.2g}",
     }
 
 
-RULES = (places, shapes, horizon)
+RULES = (shapes, horizon)
 
 
 def model_of(config: TrainConfig) -> LlamaConfig:
-    """Return the architecture, with the vocabulary that will be learned."""
-    return dataclasses.replace(config.model, vocab_size=config.data.vocab_size)
+    """Return the architecture, with the vocabulary that it will have."""
+    vocab_size = config.model.vocab_size
+    if not vocab_size:
+        vocab_size = config.data.vocab_size
+        if config.data.tokenizer != "bpe":
+            vocab_size = find_tokenizer(config.data.tokenizer).vocab_size
+    return dataclasses.replace(config.model, vocab_size=vocab_size)
 
 
 # The plan
 
 
-def plan_stages(options: Any) -> dict[str, StagePlan]:
-    """Return what each stage will take: on this machine by a measured step of the base.
+def plan_stages(options: Any) -> Iterator[str]:
+    """Yield a line for people on what each stage takes: on this machine by a measured step.
 
-    With ``options.topology`` the steps are compiled for absent devices, and their least times are
-    those at the published rates.
+    With ``options.topology`` the steps are compiled for absent devices, and their times are those
+    that their plans expect, or the least at the published rates.
+
+    Raises:
+        UsageError: a stage does not fit its devices.
     """
-    plans = {}
     model = model_of(options.base)
+    num_parameters = count_parameters(model)
+    total_s = 0.0
     rate = 0.0
     memory_bytes = 0
     for stage in STAGES:
@@ -124,19 +131,28 @@ def plan_stages(options: Any) -> dict[str, StagePlan]:
         seq_len = loop.seq_len or model.max_seq_len
         tokens = loop.steps * loop.batch_size * seq_len
         flops = tokens * training_flops(model, seq_len)
-        if options.topology:
-            receipt = plan_training(config, options.topology)
-            memory_bytes = receipt.needed_bytes
-            rate = flops / loop.steps / (receipt.expected_s or max(receipt.times_s.values()))
-        elif stage == "base":
-            rate, memory_bytes = measure(config)
+        verdict = ""
+        with errors_as(f"the stage {stage}", kind=UsageError):
+            if options.topology:
+                receipt = plan_training(config, options.topology)
+                memory_bytes = receipt.needed_bytes
+                verdict = "" if receipt.fits else ", does not fit"
+                step_s = receipt.expected_s or max(receipt.times_s.values())
+                rate = flops / loop.steps / step_s
+            elif stage == "base":
+                rate, memory_bytes = measure(config)
         flops = tokens * training_flops(model, seq_len, stage == "rewards")
-        seconds = flops / rate
-        num_parameters = count_parameters(model)
+        total_s += flops / rate
         # Weights and two moments, in two checkpoints.
-        disk_bytes = 2 * 12 * num_parameters
-        plans[stage] = StagePlan(num_parameters, tokens, flops, seconds, memory_bytes, disk_bytes)
-    return plans
+        disk = decimal(2 * 12 * num_parameters)
+        yield (
+            f"{stage:8} {num_parameters:,} parameters, {tokens:,} tokens, {flops:.2g} FLOPs, "
+            f"{flops / rate / 60:.1f} min, {decimal(memory_bytes)} of memory{verdict}, "
+            f"{disk} on disk"
+        )
+    cost = options.price * total_s / 3600
+    price = f", {cost:,.2f} at {options.price:g} an hour" if options.price else ""
+    yield f"in all about {total_s / 60:.0f} min{price}"
 
 
 def training_flops(model: LlamaConfig, seq_len: int, from_rewards: bool = False) -> float:
@@ -150,59 +166,64 @@ def training_flops(model: LlamaConfig, seq_len: int, from_rewards: bool = False)
 
 
 def measure(config: TrainConfig) -> tuple[float, int]:
-    """Return the FLOPs a second of a training step on this machine, and the step's bytes."""
+    """Return the FLOPs a second of a small step on this machine, and the bytes of a whole one."""
+    # The bytes.
     training = compile_training(config)
+    check_memory(training)
     options = training.plan.options
+    state = jax.eval_shape(training.init, jax.random.key(0))
+    batch = _random_batch(config, options.batch_size, options.seq_len)
+    memory_bytes = sum(program_bytes(training.step.program.lower(state, batch).compile()))
+
+    # The time.
+    rows = training.mesh.size * max(1, _MEASURED_TOKENS // options.seq_len)
+    batch = _random_batch(config, rows, options.seq_len)
+    small = dataclasses.replace(config.training, batch_size=rows, accumulation=1)
+    training = compile_training(dataclasses.replace(config, training=small))
     state = training.init(jax.random.key(0))
-    shape = (options.batch_size, options.seq_len + 1)
-    windows = np.random.default_rng(0).integers(3, config.model.vocab_size, shape)
-    batch = text_batch(windows, 1)
-    program = training.step.program.lower(state, batch).compile()
     times_s = []
     for _ in range(4):
         start_s = time.perf_counter()
-        state, metrics = program(state, batch)
+        state, metrics = training.step(state, batch)
         jax.block_until_ready(metrics.loss)
         times_s.append(time.perf_counter() - start_s)
-    flops = training_flops_per_token(config.model, options.seq_len)
-    rate = flops * options.batch_size * options.seq_len / sorted(times_s)[1]
-    return rate, sum(program_bytes(program))
+    flops = training_flops(config.model, options.seq_len) * rows * options.seq_len
+    return flops / sorted(times_s)[1], memory_bytes
 
 
-def describe(plans: Mapping[str, StagePlan], price: float) -> Iterator[str]:
-    """Yield the lines of a plan for people."""
-    total_s = 0.0
-    for stage, plan in plans.items():
-        total_s += plan.seconds
-        yield (
-            f"{stage:8} {plan.parameters:,} parameters, {plan.tokens:,} tokens, "
-            f"{plan.flops:.2g} FLOPs, {plan.seconds / 60:.1f} min, "
-            f"{decimal(plan.memory_bytes)} of memory, {decimal(plan.disk_bytes)} on disk"
-        )
-    cost = f", {price * total_s / 3600:,.2f} at {price:g} an hour" if price else ""
-    yield f"in all about {total_s / 60:.0f} min{cost}"
+def _random_batch(config: TrainConfig, rows: int, seq_len: int) -> Any:
+    shape = (rows, seq_len + 1)
+    return text_batch(np.random.default_rng(0).integers(3, config.model.vocab_size, shape), 1)
 
 
 # The stages
 
 
-def write_stages(options: Any) -> list[tuple[str, Sequence[object], Path | None]]:
-    """Write the configurations of the runs, and return each stage's name, command and result.
+def write_stages(options: Any) -> Iterator[tuple[str, Sequence[object]]]:
+    """Write the configurations of the runs, and yield each stage's name and command.
 
-    The result is None where the command itself knows what is done.
+    Raises:
+        UsageError: a run that is there has other data.
     """
     folder = Path(options.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    lists = folder / LISTS
-    stages: list[Any] = [("lists", ["data", "lists", lists], lists / PROMPTS)]
+    yield "tasks", ["data", TASKS, folder / TASKS]
     for stage in STAGES:
+        config = dataclasses.replace(getattr(options, stage), resume="auto")
+        fields = json.loads(json.dumps(dataclasses.asdict(config)))
         file = folder / f"{stage}.yaml"
-        fields = config_fields(getattr(options, stage)) | {"resume": "auto"}
+        if (folder / stage).exists():
+            # A finished run does not look at its data again.
+            before = yaml.safe_load(file.read_text())["data"]
+            for name, value in fields["data"].items():
+                if before.get(name, value) != value:
+                    raise UsageError(
+                        f"{stage}.data.{name} was {before[name]} and is {value}: leave out what "
+                        "has changed, or begin anew with another run_dir"
+                    )
         atomic_write_text(file, yaml.safe_dump(fields, sort_keys=False))
-        stages.append((stage, ["train", "--config", file], None))
-    for name, form in (("model.gguf", "gguf"), ("hf", "hf")):
-        target = folder / name
-        words = ["convert", folder / STAGES[-1], target, "--to", form]
-        stages.append((form, words, target))
-    write_json(folder / SPEEDRUN, {"depth": options.depth})
-    return [*stages, ("report card", ["report", folder], None)]
+        yield stage, ["train", "--config", file]
+    for target, form in (("model.gguf", "gguf"), ("hf", "hf")):
+        words = ["convert", folder / STAGES[-1], folder / target, "--to", form, "--overwrite"]
+        yield form, words
+    yield "report card", ["report", folder]

@@ -27,7 +27,6 @@ METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 SKIPPED = "skipped.jsonl"
 AUTOTUNING = "autotuning"
-SPEEDRUN = "speedrun.json"
 
 Json = dict[str, Any]
 """A JSON object, such as a request's body or an answer."""

@@ -3,6 +3,8 @@
 import json
 import math
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -70,12 +72,12 @@ def test_the_card_has_what_the_runs_have_logged(road):
         assert numbers["tokens"] == config["steps"] * config["batch_size"] * config["seq_len"]
         assert numbers["elapsed_s"] == max(line.get("elapsed_s", 0) for line in lines)
         assert numbers["bits_per_byte"] == lines[-1]["final"]["bits_per_byte"]
-        assert 0 <= numbers["solved"] <= 1
+        assert 0 <= numbers["held_out_reward"] <= 1
         assert "What is your name?" in card["answers"][stage]
         assert len(card["answers"][stage]) == 8
     assert card["next"]["talk to it"] == "python -m jllama chat run/rewards"
     page = (folder / "run/report.html").read_text()
-    for text in ("<svg", "bits per byte of gzip -9", "href=base/report.html", "held-out prompts"):
+    for text in ("<svg", "bits_per_byte_of_gzip", "held_out_reward", "What is your name?"):
         assert text in page
 
 
@@ -87,7 +89,6 @@ def test_what_is_finished_is_not_done_again(road):
     assert done.code == 0
     for stage in STAGES:
         assert f"run/{stage} is finished" in done.err
-    assert "run/hf is there" in done.err
     assert hashes(folder) == before
     assert times == {path: path.stat().st_mtime_ns for path in times}
 
@@ -99,6 +100,43 @@ def test_a_changed_setting_is_named(road):
     assert done.code == 1
     assert "model.num_layers was 1 and is 2" in done.err
     assert "To go on: python -m jllama speedrun" in done.err
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("corpus", "."), ("chats", "other.jsonl"), ("rewards.data.path", "x.jsonl")]
+)
+def test_other_data_are_named_and_nothing_goes_on(road, name, value):
+    """Also after the runs are finished, when they do not look at their data again."""
+    folder, _ = road
+    before = hashes(folder)
+    words = ["--config", folder / "road.yaml", f"--{name}", value]
+    done = run_command("speedrun", *words, place=folder)
+    assert done.code == 2
+    assert re.search(r"error: (base|chat|rewards)\.data\.\S+ was .* and is ", done.err)
+    assert hashes(folder) == before
+
+
+def test_code_that_a_folder_names_is_not_run(road, tmp_path):
+    folder, _ = road
+    copy = tmp_path / "run"
+    shutil.copytree(folder / "run", copy)
+    config = yaml.safe_load((copy / "rewards/config.yaml").read_text())
+    (tmp_path / "score.py").write_text("open('ran', 'w')\ndef score(*_):\n    return [1.0]\n")
+    config |= {"reward": "score.py:score"}
+    config["data"]["path"] = str(folder / config["data"]["path"])
+    (copy / "rewards/config.yaml").write_text(yaml.safe_dump(config))
+    done = run_command("report", copy, place=tmp_path)
+    assert done.code == 0, done.err
+    assert not (tmp_path / "ran").exists()
+    assert "held_out_reward" not in (copy / "report.html").read_text()
+
+
+def test_options_of_processes_reach_the_stages(road):
+    folder, _ = road
+    options = parsed("--run_dir", str(folder / "other"), "--base.distributed.coordinator", "auto")
+    stages = dict(speedrun.write_stages(options))
+    file = stages["base"][-1]
+    assert yaml.safe_load(file.read_text())["distributed"]["coordinator"] == "auto"
 
 
 def test_a_plan_writes_nothing(tmp_path):
@@ -163,6 +201,7 @@ def test_steps_follow_a_width_that_is_set_by_name():
         (["--base.optimizer.learning_rate", "-1"], "optimizer.learning_rate"),
         (["--chat.steps", "3"], "there is no option chat.steps; did you mean"),
         (["--topology", "h100"], "topology"),
+        (["--run_dir", "gs://bucket/run"], "is a URL; give a local path"),
         (["--corpus", "nowhere/*.txt"], "'nowhere/*.txt' has no files"),
     ],
 )
