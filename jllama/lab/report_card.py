@@ -1,5 +1,6 @@
 """The report card of ``jllama speedrun``: all stages in one page, and in JSON beside it."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from jllama.templates.messages import find_template, message_ids
 from jllama.training.report import COLORS, LOOK, svg, table, write_page
 
 _SHOWN_PROMPTS = 4
+_REPLY_TOKENS = 24
 _ROWS = {
     "step": "{:,}",
     "tokens": "{:,}",
@@ -69,7 +71,9 @@ def write_card(folder: Path, target: Path) -> None:
     cells = []
     for row in numbers.values():
         shown = {name: form for name, form in _ROWS.items() if row.get(name) is not None}
-        cells.append({name: form.format(row[name]) for name, form in shown.items()})
+        cells.append(
+            {name.replace("_", " "): form.format(row[name]) for name, form in shown.items()}
+        )
     minutes = math.fsum(row["elapsed_s"] for row in numbers.values()) / 60
     flops = math.fsum(row["flops"] for row in numbers.values())
     parts = {
@@ -114,12 +118,10 @@ def _examine(runs: Mapping[str, Path], numbers: Mapping[str, Json]) -> dict[str,
     max_prompt_tokens = loop["seq_len"] + 1 - max_new_tokens
     data = prepare_prompts(DataConfig(**config["data"]), tokenizer, template, max_prompt_tokens)
     rows = data.validation[: loop["grpo"]["eval_prompts"] or None]
-    prompts: list[Any] = [row.ids for row in rows]
-    shown = [tokenizer.decode(row.ids) for row in rows[:_SHOWN_PROMPTS]]
-    for question in read_config(runs["chat"]).fields["training"]["questions"]:
-        messages = [{"role": "user", "content": question}]
-        prompts.append(message_ids(tokenizer, template, messages, True))
-        shown.append(question)
+    questions = read_config(runs["chat"]).fields["training"]["questions"]
+    messages = [[{"role": "user", "content": question}] for question in questions]
+    chats = [message_ids(tokenizer, template, message, True) for message in messages]
+    shown = [*questions, *(tokenizer.decode(row.ids) for row in rows[:_SHOWN_PROMPTS])]
 
     # The answers, and their rewards.
     rewards = config["reward"]
@@ -128,18 +130,21 @@ def _examine(runs: Mapping[str, Path], numbers: Mapping[str, Json]) -> dict[str,
     scorer = Scorer({spec: weight for spec, weight in rewards.items() if ".py:" not in spec})
     answers = {}
     for stage, run in runs.items():
-        completions = generate(load(run), prompts, temperature=0.0, max_new_tokens=max_new_tokens)
+        model = load(run)
+        answer = functools.partial(generate, model, temperature=0.0)
+        completions = answer([row.ids for row in rows], max_new_tokens=max_new_tokens)
         texts = [completion.text for completion in completions]
         if scorer.weights:
             scores = scorer.score(
                 [row.prompt for row in rows],
-                [[text] for text in texts[: len(rows)]],
+                [[text] for text in texts],
                 [row.fields for row in rows],
                 [row.place for row in rows],
             )
             numbers[stage]["held_out_reward"] = float(np.nanmean(scores.total))
-        examples = texts[:_SHOWN_PROMPTS] + texts[len(rows) :]
-        answers[stage] = dict(zip(shown, examples, strict=True))
+        replies = [reply.text for reply in answer(chats, max_new_tokens=_REPLY_TOKENS)]
+        lines = (" ".join(text.split()) for text in [*replies, *texts])
+        answers[stage] = dict(zip(shown, lines, strict=False))
     scorer.close()
     return answers
 

@@ -85,7 +85,7 @@ def horizon(options: Any) -> dict[str, object]:
     learning_rate = 0.3118 * flops**-0.125
     muon_rate = 1.5 * learning_rate
     chat_rate = 0.2 * learning_rate
-    rewards_rate = 3e-4 * (192 / model.embed_dim) ** 2
+    rewards_rate = 1e-4 * (192 / model.embed_dim) ** 2
     return {
         "base.optimizer.learning_rate": f"{muon_rate:.2g}",
         "base.training.batch_size": rows,

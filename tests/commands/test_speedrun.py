@@ -77,7 +77,7 @@ def test_the_card_has_what_the_runs_have_logged(road):
         assert len(card["answers"][stage]) == 8
     assert card["next"]["talk to it"] == "python -m jllama chat run/rewards"
     page = (folder / "run/report.html").read_text()
-    for text in ("<svg", "bits_per_byte_of_gzip", "held_out_reward", "What is your name?"):
+    for text in ("<svg", "bits per byte of gzip", "held out reward", "What is your name?"):
         assert text in page
 
 
@@ -128,7 +128,7 @@ def test_code_that_a_folder_names_is_not_run(road, tmp_path):
     done = run_command("report", copy, place=tmp_path)
     assert done.code == 0, done.err
     assert not (tmp_path / "ran").exists()
-    assert "held_out_reward" not in (copy / "report.html").read_text()
+    assert "held out reward" not in (copy / "report.html").read_text()
 
 
 def test_options_of_processes_reach_the_stages(road):
