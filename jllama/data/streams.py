@@ -14,7 +14,7 @@ import itertools
 import json
 import pickle
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -29,10 +29,11 @@ from jllama.data.config import DataConfig
 from jllama.data.corpus import (
     MAX_NAMED,
     Cursor,
+    Files,
     Findings,
     corpus_files,
     hash_fraction,
-    read_corpus,
+    read_texts,
     write_cached,
 )
 from jllama.data.stretches import START, Source, Stretch
@@ -50,6 +51,7 @@ from jllama.parallel import distributed
 from jllama.system import line_process
 from jllama.system.devices import num_cores
 from jllama.system.places import as_place
+from jllama.system.progress import progress
 from jllama.system.remote import patiently
 from jllama.tokenizers.base import Tokenizer
 from jllama.tokenizers.sentencepiece import train_sentencepiece
@@ -58,8 +60,9 @@ MAX_LANES = 64
 _HELD_OUT_SHARDS = 16  # at most so many, evenly spaced, are looked at for held-out text
 _HELD_OUT_TOKENS = 1 << 20  # at most about so many tokens, if the shards are of tokens
 _HELD_OUT_CHARS = 1 << 25  # at most about so many characters are
-LEARNED_CHUNKS = 1 << 15
-"""The documents, or parts of long ones, at the beginning of a stream that ``bpe`` learns from."""
+LEARNED_CHARS = 1 << 27
+"""About so many characters, at the beginnings of all paths of a stream, are what ``bpe`` learns
+from."""
 TOKENIZER = "tokenizer"
 """The folder of the tokenizer in what ``jllama data tokenize`` writes."""
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio, and odd
@@ -325,10 +328,7 @@ def prepare_stream(config: DataConfig, tokenizer: Tokenizer | None = None) -> St
     if name == "bpe" and jobs:
         name = str(as_place(next(iter(jobs))) / TOKENIZER)
     if tokenizer is None and name == "bpe":
-        files = itertools.chain.from_iterable(files.values() for files in corpora.values())
-        documents = read_corpus(files, config.text_field, config.encoding, Findings("skip"))
-        chunks = itertools.chain.from_iterable(document() for document in documents)
-        tokenizer = train_sentencepiece(itertools.islice(chunks, LEARNED_CHUNKS), config.vocab_size)
+        tokenizer = train_sentencepiece(_texts_to_learn(config, corpora), config.vocab_size)
     tokenizer = tokenizer or find_tokenizer(name)
     fingerprint = tokenizer.fingerprint()
     folder = cache / f"tokenizer-{fingerprint[:16]}"
@@ -337,6 +337,7 @@ def prepare_stream(config: DataConfig, tokenizer: Tokenizer | None = None) -> St
             tokenizer.save(partial)
 
     # 3. Make a source of each path, with its held-out text.
+    shares = [*weights.values()]
     sources = []
     held_out = []
     parts = []
@@ -362,16 +363,40 @@ def prepare_stream(config: DataConfig, tokenizer: Tokenizer | None = None) -> St
             )
         dtype = token_dtype(tokenizer).name
         source = Source(held_out_shards, str(folder), dtype, bool(job), config)
-        share = weights[path] / sum(weights.values())
-        limit, documents = _hold_out(source, tokenizer, share)
+        limit, documents = _hold_out(source, tokenizer, weights[path] / sum(shares))
         held_out += documents
         sources.append(dataclasses.replace(source, shards=shards, limit=limit))
 
     # 4. Say what it is.
     options = [config.text_field, config.encoding, config.bad_rows, config.validation_fraction]
-    key = sha256(parts, [*weights.values()], options, fingerprint)
+    key = sha256(parts, shares, options, fingerprint)
     validation = np.concatenate([np.zeros(0, np.uint16), *held_out])
-    return StreamDataset(tokenizer, sources, [*weights.values()], validation, key, num_bytes)
+    return StreamDataset(tokenizer, sources, shares, validation, key, num_bytes)
+
+
+def _texts_to_learn(config: DataConfig, corpora: Mapping[str, Files]) -> Iterator[str]:
+    """Yield the first texts of each corpus, which has an equal share of ``LEARNED_CHARS``.
+
+    Bad rows are skipped here, and reported when they are trained on.
+    """
+    with progress("learning a vocabulary", LEARNED_CHARS) as advance:
+        for files in corpora.values():
+            texts = itertools.chain.from_iterable(
+                read_texts(file, config.text_field, config.encoding, Findings("skip"), Cursor())
+                for file in files.values()
+            )
+            for text in _beginning(texts, LEARNED_CHARS / len(corpora)):
+                advance(len(text))
+                yield text
+
+
+def _beginning(blocks: Iterable[Any], size: float) -> Iterator[Any]:
+    """Yield the first texts, or blocks of tokens, that have at least ``size`` together."""
+    for block in blocks:
+        yield block
+        size -= len(block)
+        if size <= 0:
+            break
 
 
 def _hold_out(source: Source, tokenizer: Tokenizer, share: float) -> tuple[float, list[np.ndarray]]:
@@ -385,12 +410,7 @@ def _hold_out(source: Source, tokenizer: Tokenizer, share: float) -> tuple[float
     max_size = share * (_HELD_OUT_TOKENS if source.has_tokens else _HELD_OUT_CHARS) / len(shards)
     blocks = []
     for shard in shards:
-        size = 0
-        for block in stretches.read_shard(source, shard, Cursor(), findings):
-            blocks.append(block)
-            size += len(block)
-            if size >= max_size:
-                break
+        blocks += _beginning(stretches.read_shard(source, shard, Cursor(), findings), max_size)
     if source.has_tokens:
         return 0.0, blocks
     documents = {hash_fraction([text]): text for text in blocks}

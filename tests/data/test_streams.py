@@ -37,6 +37,8 @@ from jllama.data.tokens import file_stats
 from jllama.system import line_process
 from jllama.system.places import as_place
 from jllama.tokenizers.base import BytesTokenizer
+from jllama.tokenizers.loading import load_tokenizer
+from jllama.tokenizers.sentencepiece import train_sentencepiece
 
 BOS, EOS = 1, 2
 NUMBERS = itertools.count()
@@ -477,8 +479,8 @@ def test_bad_rows():
 
 def test_mistakes_are_one_sentence(tmp_path):
     folder = write_shards(None, 2)
-    with pytest.raises(UsageError, match=r"data.tokenizer is bpe, .* must be bytes or the path"):
-        prepare(folder, tokenizer="bpe")
+    with pytest.raises(JllamaError, match=r"supports a vocabulary of \d+ tokens, not 9000"):
+        prepare(folder, tokenizer="bpe", vocab_size=9000)
     one = f"memory://streams/{next(NUMBERS)}/x.jsonl"
     write_shard(one, ["only one"], "jsonl")
     with pytest.raises(JllamaError, match="1 different documents; give at least 2"):
@@ -610,6 +612,91 @@ def test_the_command(tmp_path):
     assert texts_in([data.validation])
 
 
+# A tokenizer that is learned from a stream
+
+
+def learn_noting(monkeypatch, ranges):
+    """How many bytes had been read, and which texts, when each tokenizer was learned."""
+    noted = []
+
+    def learn(texts, vocab_size):
+        texts = [*texts]
+        noted.append((sum(end - start for _, start, end in ranges), texts))
+        return train_sentencepiece(texts, vocab_size)
+
+    monkeypatch.setattr(streams, "train_sentencepiece", learn)
+    return noted
+
+
+@pytest.mark.parametrize("kind", KINDS.split())
+def test_bpe_learns_from_the_beginning_which_is_read_once(kind, monkeypatch):
+    monkeypatch.setattr(corpus, "CHUNK", 300)
+    monkeypatch.setattr(corpus, "RANGE_BYTES", 512)
+    monkeypatch.setattr(streams, "LEARNED_CHARS", 9000)
+    folder = write_shards(None, 1, kind)
+    write_shard(f"{folder}/00001.{kind}", [text + "ö" for text in documents(1)], kind)
+    write_shard(f"{folder}/00002.{kind}", [text + "ü" for text in documents(2)], kind)
+    _, ranges = count_requests(monkeypatch)
+    noted = learn_noting(monkeypatch, ranges)
+    options = {"encoding": "latin-1" if kind == "latin.txt" else "utf-8", "bad_rows": "skip"}
+    data = prepare(folder, tokenizer="bpe", vocab_size=276, **options)
+    ((num_read, learned),) = noted
+    assert 9000 <= sum(map(len, learned)) < 9300
+    assert "".join(learned).replace("\n", "").startswith("".join(documents(0)))
+    vocabulary = "".join(data.tokenizer.vocabulary().tokens)
+    assert "ö" in vocabulary
+    assert "ü" not in vocabulary
+    assert {path.rpartition("/")[2] for path, _, _ in ranges} >= {f"00002.{kind}"}  # to train on
+    sizes = [size for _, size, _ in file_stats(corpus_files(folder, Path()))]
+    if kind in ("jsonl", "txt", "latin.txt"):
+        assert num_read < sizes[0] + sizes[1] * 0.9
+    whole, _ = batches(data, 20)
+    rest, _ = batches(prepare(folder, tokenizer="bpe", vocab_size=276, **options), 5)
+    np.testing.assert_array_equal(rest, whole[:5])
+
+
+def test_bpe_learns_from_each_path_of_a_mixture(monkeypatch):
+    monkeypatch.setattr(streams, "LEARNED_CHARS", 4000)
+    paths = []
+    for letters in ("абвгд", "αβγδε"):
+        texts = [f"{letters[n % 5]}{letters[n % 3]} {letters} {n}" for n in range(900)]
+        paths.append(f"memory://streams/{next(NUMBERS)}/x.jsonl")
+        write_shard(paths[-1], texts, "jsonl")
+    noted = learn_noting(monkeypatch, [])
+    options = {"tokenizer": "bpe", "vocab_size": 300}
+    data = prepare("stdlib", mixture=dict.fromkeys(paths, 1.0), **options)
+    learned = "".join(noted[0][1])
+    pieces = data.tokenizer.vocabulary().tokens
+    for letters in ("абвгд", "αβγδε"):
+        assert sum(map(learned.count, letters)) > 1000
+        assert any(letters in piece for piece in pieces)
+
+
+def test_a_row_that_cannot_be_learned_from_is_reported_where_it_is_trained_on(monkeypatch):
+    folder = write_shards(None, 1)
+    path = as_place(f"{folder}/00000.jsonl")
+    path.write_text(path.read_text() + '{"text": 3}\n')
+    noted = learn_noting(monkeypatch, [])
+    with pytest.raises(JllamaError, match=r"00000.jsonl line 121 has a int in field 'text'"):
+        prepare(folder, tokenizer="bpe", vocab_size=274)
+    assert noted[0][1] == documents(0)
+
+
+def test_processes_that_tokenize_learn_the_same_vocabulary(tmp_path, monkeypatch):
+    folder = write_shards(tmp_path / "texts", 3)
+    noted = learn_noting(monkeypatch, [])
+    for process in ("0/2", "1/2"):
+        words = [folder, tmp_path / "tokens", "--process", process, "--data.vocab_size", 274]
+        done = run_command("data", "tokenize", *words)
+        assert done.code == 0, done.err
+    assert len(noted) == 2
+    data = prepare(str(tmp_path / "tokens"), tokenizer="bpe")
+    assert len(noted) == 2  # the tokens have it
+    expected = train_sentencepiece(itertools.chain(*map(documents, range(3))), 274)
+    assert data.tokenizer.fingerprint() == expected.fingerprint()
+    assert "é é" in data.tokenizer.decode(batches(data, 5)[0].ravel().tolist())
+
+
 def test_chats_and_prompts_at_a_url(tmp_path):
     place = f"memory://streams/{next(NUMBERS)}"
     records = [{"prompt": f"{n}?", "completion": f"{n}!"} for n in range(40)]
@@ -657,3 +744,26 @@ def test_a_run_logs_how_long_it_waits(tmp_path):
     assert lines[-1]["final"]["bits_per_byte"] < 9
     done = run_command("train", *flags, "--data.task", "chat", "--data.stream", "true")
     assert "data.stream is True; it must be false, as only text is one" in done.err
+
+
+def test_a_run_learns_a_tokenizer_once_and_goes_on_with_its_own(tmp_path, monkeypatch):
+    folder = write_shards(None, 3)
+    flags = [
+        *("--run_dir", tmp_path / "run", "--data.path", folder, "--data.vocab_size", 274),
+        *(f"--model.{name}={value}" for name, value in MODEL.items()),
+        *("--training.batch_size", 4, "--training.log_every", 1, "--training.sample_tokens", 0),
+    ]
+    noted = learn_noting(monkeypatch, [])
+    done = run_command("train", *flags, "--training.steps", 3)
+    assert done.code == 0, done.err
+    expected = train_sentencepiece(itertools.chain(*map(documents, range(3))), 274)
+    assert load_tokenizer(tmp_path / "run").fingerprint() == expected.fingerprint()
+
+    # A later version may learn another vocabulary from the same text.
+    monkeypatch.setattr(streams, "LEARNED_CHARS", 2000)
+    words = ["--resume", "auto", "--resume_with_changes", "true"]
+    done = run_command("train", *flags, *words, "--training.steps", 5)
+    assert done.code == 0, done.err
+    assert len(noted) == 1
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "grad_norm" in line] == [1, 2, 3, 4, 5]
