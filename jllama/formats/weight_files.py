@@ -105,8 +105,15 @@ def _read_file(path: Path) -> dict[str, np.ndarray]:
     if path.suffix == ".safetensors":
         return read_safetensors(path)
     refuse_pointer(path)
-    # flax and msgpack do not document which errors a damaged file raises.
-    with errors_as(f"{path} is cut short, damaged or not a msgpack file of Flax", Exception):
+    # flax and msgpack do not document which errors a damaged file raises: these have been seen.
+    with errors_as(
+        f"{path} is cut short, damaged or not a msgpack file of Flax",
+        OSError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AssertionError,
+    ):
         content: Any = np.memmap(path, np.uint8, "r")
         tensors: Any = flatten_dict(msgpack_restore(content), sep="/")
     for name, tensor in tensors.items():

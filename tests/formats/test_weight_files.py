@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from reference_writers import write_flax
 
 from jllama.core.config import LlamaConfig
-from jllama.formats import huggingface
+from jllama.formats import huggingface, weight_files
 from jllama.formats.huggingface import download, read, write
 from jllama.formats.registry import convert, load
 from jllama.formats.tensors import base_fingerprint, load_params
@@ -210,6 +210,15 @@ def test_a_damaged_file_is_one_sentence(flax_folder, content):
     assert f"{FILE} is cut short, damaged or not a msgpack file of Flax" in message(
         read, flax_folder
     )
+
+
+def test_too_little_memory_is_no_damage(flax_folder, monkeypatch):
+    def fail(content):
+        raise MemoryError("16 GiB")
+
+    monkeypatch.setattr(weight_files, "msgpack_restore", fail)
+    with pytest.raises(MemoryError, match="16 GiB"):
+        read(flax_folder)
 
 
 def test_an_unknown_extension_is_refused(flax_folder):
