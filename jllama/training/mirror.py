@@ -113,8 +113,8 @@ class Mirror:
         for path in folder.iterdir():
             if not path.name.startswith("in_use"):
                 remove(path)
-        needed = [name for name in whole if not _ARRAYS.match(name)]
-        download(place, folder, {name: whole[name] for name in needed})
+        needed = {name: facts for name, facts in whole.items() if not _ARRAYS.match(name)}
+        download(place, folder, needed)
         (folder / PLACE).write_text(str(place))
         self.steps = {step[1] for step in map(STEP_FILE.match, whole) if step}
         (folder / COPIES).mkdir()
@@ -200,7 +200,10 @@ class Mirror:
             part = f"{target.path}/part.{jax.process_index()}"
             patiently(target, target.fs.pipe_file, part, b"")
         else:
-            self._wait_for_parts(target)
+            # Wait until the other processes have copied their parts.
+            parts = {f"part.{index}" for index in range(1, jax.process_count())}
+            while parts and not parts <= list_files(target).keys():
+                time.sleep(0.5)
             self._copy_files()
             self.owner.check()
             content = json.dumps({"step": int(step), "processes": jax.process_count()})
@@ -208,12 +211,6 @@ class Mirror:
         with contextlib.suppress(OSError):  # it is no longer here
             (self.folder / CHECKPOINTS / step / COMPLETE).touch()
         remove(copy)
-
-    def _wait_for_parts(self, target: "UPath") -> None:
-        """Wait until the other processes have copied their parts."""
-        parts = {f"part.{index}" for index in range(1, jax.process_count())}
-        while parts and not parts <= list_files(target).keys():
-            time.sleep(0.5)
 
     def _copy_files(self) -> None:
         """Copy the files that have changed, and delete those that are gone."""
@@ -305,7 +302,8 @@ class Owner:
         since_s = 0.0
         while number:
             begin_s = time.monotonic()
-            record = self._read(number)
+            file = self.folder / str(number)
+            record = json.loads(patiently(file, file.fs.cat_file, file.path))
             now_s = time.monotonic()
             name = "process {process} on {host} since {since}".format_map(record)
             is_here = record["machine"] == self.record["machine"] != ""
@@ -333,10 +331,6 @@ class Owner:
 
     def _numbers(self) -> list[int]:
         return [int(name) for name in list_files(self.folder) if name.isdecimal()]
-
-    def _read(self, number: int) -> Json:
-        file = self.folder / str(number)
-        return json.loads(patiently(file, file.fs.cat_file, file.path))
 
     def _write(self, mode: str) -> None:
         file = self.folder / str(self.number)

@@ -111,8 +111,9 @@ def write_config(folder: Path, config: TrainConfig, step: int) -> None:
     if before != fields:
         append_line(folder / HISTORY, {"until_step": step, "config": before})
     atomic_write_text(folder / CONFIG, yaml.safe_dump(fields, sort_keys=False))
-    for path in (folder / METRICS, folder / SAMPLES, folder / SKIPPED):
-        if path.name == SKIPPED and not path.exists():
+    for name in (METRICS, SAMPLES, SKIPPED):
+        path = folder / name
+        if name == SKIPPED and not path.exists():
             continue
         lines = [
             json.dumps(line) + "\n"

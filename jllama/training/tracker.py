@@ -70,32 +70,33 @@ class Tracker:
         """Record the step that is taken in the block, if it is one of ``training.profile``.
 
         A trace begins when the devices have completed the step before, and ends when they have
-        completed its last one.
+        completed its last one, or the last of the run. That it cannot be written is a warning, in
+        one process of several too: the others do not wait for it.
         """
         first, last = profiled_steps(self.plan.options.profile)
         step = run.step + 1
         if step == max(first, self.plan.step + 1) <= last:
             jax.block_until_ready(run.state)
-            folder = self.plan.folder / "profile" / str(distributed.process_index())
+            folder = self.plan.folder / f"profile/{distributed.process_index()}"
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0  # calls of Python fill a trace, and slow the host
             trace = jax.profiler.trace(folder, create_perfetto_trace=True, profiler_options=options)
-            self.trace.enter_context(trace)
+            with self.warnings():
+                self.trace.enter_context(self.warnings())  # also when it ends, and is written
+                self.trace.enter_context(trace)
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
             yield
-        if step == last:
-            with self.attempt("profiling", step):
-                jax.block_until_ready(run.state)
-                self.trace.close()
+        if step == min(last, self.plan.options.steps):
+            self.show(step, "profiling")
+            jax.block_until_ready(run.state)
+            self.trace.close()
 
     def notify(self, run: Run, name: str, figures: Mapping[str, Any]) -> None:
         """Call what observes the run with an event: metrics, the screen, and each callback."""
         event = Event(name, run.step, figures, functools.partial(copy_current_model, run))
         for observer in (self.record, self.narrate, *self.callbacks):
-            try:
+            with self.warnings(f"the callback {getattr(observer, '__name__', observer)} failed: "):
                 observer(event)
-            except Exception as error:
-                self.warn(error, f"the callback {getattr(observer, '__name__', observer)} failed: ")
 
     def record(self, event: Event) -> None:
         """Write the figures of an event to the metrics."""
@@ -124,22 +125,24 @@ class Tracker:
         """Write the run's page, unless that was done less than ``every_s`` seconds ago."""
         if distributed.process_index() or self.seconds() - self.reported_s < every_s:
             return
-        try:
+        with self.warnings():
             write_report([self.plan.folder], self.plan.folder / REPORT)
-        except Exception as error:
-            self.warn(error)
         self.reported_s = self.seconds()
 
     @contextlib.contextmanager
     def attempt(self, activity: str, step: int) -> Iterator[None]:
         """Show an activity; an error in it is a warning, unless other processes would wait."""
         self.show(step, activity)
+        with contextlib.nullcontext() if jax.process_count() > 1 else self.warnings():
+            yield
+
+    @contextlib.contextmanager
+    def warnings(self, context: str = "") -> Iterator[None]:
+        """Turn an error in the block into a warning."""
         try:
             yield
         except Exception as error:
-            if jax.process_count() > 1:
-                raise
-            self.warn(error)
+            self.warn(error, context)
 
     def warn(self, error: Exception, context: str = "") -> None:
         """Print an error in one line."""

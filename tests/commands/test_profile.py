@@ -10,8 +10,9 @@ import yaml
 
 from jllama.commands import cli
 from jllama.commands.cli import parse
-from jllama.core import UsageError
+from jllama.core import JllamaError, UsageError
 from jllama.system import files
+from jllama.training import loop
 from jllama.training.config import LoopConfig, TrainConfig
 
 LAST = 20
@@ -114,6 +115,81 @@ def test_a_profile_that_cannot_be_written_is_a_warning(workshop, tmp_path, capsy
     finally:
         jax._src.profiler._profile_state.reset()
     assert "warning: OSError: disk full; training goes on" in capsys.readouterr().err
+
+
+def test_a_trace_that_cannot_begin_is_a_warning(workshop, tmp_path, capsys, small_run, read_run):
+    run = tmp_path / "run"
+    with jax.profiler.trace(tmp_path / "another"):
+        assert workshop.run(run, "--training.profile", "3:4") == 0
+    warning = "warning: RuntimeError: Profile has already been started."
+    assert capsys.readouterr().err.count(warning) == 1
+    assert not (run / "profile").exists()
+    read_run.assert_same_bits(run, small_run.folder, LAST)
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(workshop, tmp_path, capsys, monkeypatch):
+    def begin(run):
+        run.mkdir(exist_ok=True)
+        (run / "profile").write_text("a file, where the folder should be")
+
+    original = jax._src.profiler.start_trace
+
+    def start(folder, *arguments, **options):
+        begin(tmp_path / "run")
+        original(folder, *arguments, **options)
+
+    monkeypatch.setattr(jax._src.profiler, "start_trace", start)
+    run = tmp_path / "run"
+    try:
+        assert workshop.run(run, "--training.profile", "3:4", "--training.steps", 6) == 0
+    finally:
+        jax._src.profiler._profile_state.reset()
+    err = capsys.readouterr().err
+    assert err.count("; training goes on") == 1
+    assert "warning: " in err
+
+
+def test_an_error_of_training_is_not_replaced_by_one_of_its_trace(
+    workshop, tmp_path, capsys, monkeypatch
+):
+    def fail(*_):
+        raise OSError("disk full")
+
+    append_line = files.append_line
+
+    def append_and_fail(path, record):
+        append_line(path, record)
+        if record["step"] == 3:
+            monkeypatch.setattr(loop, "next_batch", lose)
+
+    def lose(run):
+        raise JllamaError("the data are gone: fetch them again")
+
+    monkeypatch.setattr(files, "append_line", append_and_fail)
+    monkeypatch.setattr(jax._src.profiler, "_write_perfetto_trace_file", fail)
+    run = tmp_path / "run"
+    try:
+        assert workshop.run(run, "--training.profile", "3:9") == 1
+    finally:
+        jax._src.profiler._profile_state.reset()
+    err = capsys.readouterr().err
+    assert "error: the data are gone: fetch them again" in err
+    assert "warning: OSError: disk full; training goes on" in err
+    assert (run / "report.html").exists()
+
+
+def test_a_range_behind_the_end_of_a_run_ends_with_its_last_step(workshop, tmp_path, monkeypatch):
+    run, logged = tmp_path / "run", []
+    stop = jax.profiler.stop_trace
+
+    def noted():
+        logged.append((run / "metrics.jsonl").read_text())
+        stop()
+
+    monkeypatch.setattr(jax._src.profiler, "stop_trace", noted)
+    assert workshop.run(run, "--training.profile", "4:15", "--training.steps", 6) == 0
+    assert steps_of(events_of(run)) == [4, 5, 6]
+    assert logged[0].count("grad_norm") == 5  # neither logged nor evaluated
 
 
 @pytest.mark.parametrize("text", ["5", "9:3", "a:b", "0:3", "1:2:3", "3:", "1.5:2", " 1:2"])
