@@ -13,12 +13,14 @@ from jllama.system.places import as_place
 from jllama.system.progress import progress
 from jllama.system.remote import fetch
 
-_ONLY = {
-    "data": "text_field chat_template window stride max_tokens",
-    "tasks": "window include_path num_fewshot limit apply_chat_template",
-    "benchmarks": "num_fewshot limit apply_chat_template run_programs",
+_USES = {
+    "--data": "text_field chat_template stride max_tokens",
+    "--data and --tasks": "window",
+    "--tasks": "include_path",
+    "--tasks and --benchmarks": "num_fewshot limit apply_chat_template",
+    "--benchmarks": "run_programs",
 }
-"""The options that ``--data``, ``--tasks`` and ``--benchmarks`` use, but not all of them."""
+"""The options that only some of ``--data``, ``--tasks`` and ``--benchmarks`` use."""
 _COMMON = (
     "adapter quantize data window stride max_tokens tasks benchmarks run_programs num_fewshot "
     "limit batch_size json"
@@ -84,17 +86,14 @@ class EvalOptions(ModelOptions):
                 "give --data FILE, to measure how well a text is predicted, or --tasks of "
                 "lm-eval's, or --benchmarks"
             )
-        for name in " ".join(_ONLY.values()).split():
-            users = [f"--{user}" for user, names in _ONLY.items() if name in names.split()]
-            is_used = name in _ONLY[modes[0]].split()
-            if not is_used and getattr(self, name) != getattr(EvalOptions, name):
-                raise UsageError(f"--{name} is for {' and '.join(users)} alone: leave it out")
+        for users, names in _USES.items():
+            for name in names.split():
+                if modes[0] not in users and getattr(self, name) != getattr(EvalOptions, name):
+                    raise UsageError(f"--{name} is for {users} alone: leave it out")
         if self.data and "," in self.benchmarks:
             raise UsageError("--data is of one benchmark: name one, or leave --data out")
-        counts = "window stride max_tokens limit"
-        if self.num_fewshot is not None:
-            counts += " num_fewshot"
-        check_fields(self, "", counts, lambda value: value >= 0, "0 or more")
+        counts = "window stride max_tokens limit num_fewshot"
+        check_fields(self, "", counts, lambda value: value is None or value >= 0, "0 or more")
         check_fields(self, "", "batch_size", lambda value: value >= 1, "at least 1")
 
 
@@ -193,24 +192,27 @@ def _evaluate_benchmarks(options: EvalOptions) -> int:
     from jllama.score.benchmarks import check_benchmarks, evaluate
 
     names = [name.strip() for name in options.benchmarks.split(",")]
-    check_benchmarks(names, options.run_programs)
+    check_benchmarks(names, options.run_programs, options.num_fewshot, options.apply_chat_template)
     model = options.load_model()
     options.say_loaded(model)
-    results = {}
-    for name in names:
-        results |= evaluate(
-            model,
-            name,
-            options.data,
-            limit=options.limit,
-            num_fewshot=options.num_fewshot,
-            apply_chat_template=options.apply_chat_template,
-            batch_size=options.batch_size,
-        )
-    if options.json:
-        print(json.dumps(results, indent=1))
-        return 0
-    for group, numbers in results.items():
-        for metric, value in numbers.items():
-            print(f"{group:40} {metric:24} {value:8.4g}")
+    results: dict[str, Any] = {}
+    try:
+        for name in names:
+            new = evaluate(
+                model,
+                name,
+                options.data,
+                limit=options.limit,
+                num_fewshot=options.num_fewshot,
+                apply_chat_template=options.apply_chat_template,
+                batch_size=options.batch_size,
+            )
+            results |= new
+            if not options.json:
+                for group, numbers in new.items():
+                    for metric, value in numbers.items():
+                        print(f"{group:40} {metric:24} {value:8.4g}", flush=True)
+    finally:  # also if an error ends the run
+        if options.json and results:
+            print(json.dumps(results, indent=1))
     return 0

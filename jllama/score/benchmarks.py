@@ -7,13 +7,16 @@ templates as lm-eval's own Hugging Face model does it.
 
 import csv
 import dataclasses
+import http.client
 import itertools
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
+import urllib.request
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +40,6 @@ from jllama.system.files import Json, atomic_write, cache_folder, errors_as
 from jllama.system.places import as_place
 from jllama.system.progress import progress
 from jllama.system.remote import fetch
-from jllama.system.web import request_bytes
 from jllama.templates.messages import find_template, template_variables
 from jllama.templates.template import render
 from jllama.tokenizers.base import Tokenizer
@@ -93,8 +95,15 @@ class Question(NamedTuple):
     delimiter: str = " "  # between a context and its continuation
 
 
-def check_benchmarks(names: Sequence[str], run_programs: bool) -> None:
-    """Raise ``UsageError`` if a benchmark is unknown, or runs programs and must not."""
+def check_benchmarks(
+    names: Sequence[str],
+    run_programs: bool,
+    num_fewshot: int | None = None,
+    apply_chat_template: bool = False,
+) -> None:
+    """Raise ``UsageError`` if a benchmark is unknown, does not take an option of ``evaluate``, or
+    runs programs and must not.
+    """
     for name in names:
         if name not in _DEFINITIONS:
             raise unknown_name("benchmark", name, _DEFINITIONS)
@@ -103,6 +112,11 @@ def check_benchmarks(names: Sequence[str], run_programs: bool) -> None:
                 f"{name} runs on this machine, with your rights, the programs that the model "
                 "writes, each in a process with limits of time, memory and files: "
                 "allow it by --run_programs true"
+            )
+        if name == "core" and (apply_chat_template or num_fewshot is not None):
+            raise UsageError(
+                "core is of texts with examples of its own: leave out num_fewshot and "
+                "apply_chat_template"
             )
 
 
@@ -124,8 +138,8 @@ def evaluate(
 
     Args:
         model: the model, with its tokenizer.
-        name: the benchmark, checked by ``check_benchmarks``. HumanEval runs programs that the model
-            writes.
+        name: the benchmark, checked by ``check_benchmarks``, as its options. HumanEval runs
+            programs that the model writes.
         place: a folder, file or URL in place of the published data.
         limit: the number of questions of each task or subject; 0 is all.
         num_fewshot: the number of solved examples before each question; None is the benchmark's.
@@ -135,48 +149,47 @@ def evaluate(
     Returns:
         The results of the benchmark, and those of its tasks or subjects as ``name/task``: the
         number of ``questions``, and each metric with its standard error (``..._stderr``). CORE's
-        tasks have ``centered`` as well, and its mean is that of ``core``.
+        tasks have ``centered`` as well, and its mean is that of ``core``, which also has the number
+        of questions that are ``too_long``: what is scored of an option does not fit into the
+        context, so they count as wrong.
 
     Raises:
-        UsageError: an option does not fit CORE, whose texts and examples are fixed.
         JllamaError: the data are missing or damaged, or the model has no tokenizer.
     """
     # 1) Read the questions.
     definition = _DEFINITIONS[name]
     path = _local(place or definition["data"])
-    chances: dict[str, float] = {}
-    if name == "core":
-        if apply_chat_template or num_fewshot is not None:
-            raise UsageError(
-                "core is of texts with examples of its own: leave out num_fewshot and "
-                "apply_chat_template"
-            )
-        questions = [*_core_questions(path, limit, chances)]
+    is_core = name == "core"
+    if is_core:
+        questions = [*_core_questions(path, limit)]
     else:
         questions = [*_questions(name, path, limit, num_fewshot)]
     inputs = [_inputs(model, question, apply_chat_template) for question in questions]
 
     # 2) Write all answers, or score all options at once.
-    outputs: Any
+    outputs: list[Any] = [None] * len(inputs)
     if "stop" in definition:
-        texts = {}
         with progress("answers written", len(inputs)) as move:
             for index, completion in completions(model, inputs, batch_size=batch_size):
-                texts[index] = completion.text
+                outputs[index] = completion.text
                 move(1)
-        outputs = [texts[index] for index in sorted(texts)]
     else:
         max_length = model.config.max_seq_len
-        if chances:
+        if is_core:
             max_length -= 1  # as nanochat cuts
-        options = [*itertools.chain.from_iterable(inputs)]
-        scores = iter(score_continuations(model, options, max_length, batch_size))
-        outputs = [[*itertools.islice(scores, len(group))] for group in inputs]
+            for options in inputs:
+                if any(option.num_scored > max_length for option in options):
+                    options.clear()
+        continuations = [*itertools.chain.from_iterable(inputs)]
+        scores = iter(score_continuations(model, continuations, max_length, batch_size))
+        outputs = [[*itertools.islice(scores, len(options))] for options in inputs]
 
     # 3) Judge them, and take the means.
-    outcomes = defaultdict[str, list[dict[str, bool]]](list)
+    outcomes = defaultdict[str, list[dict[str, float]]](list)
     for question, output in zip(questions, outputs, strict=True):
         outcome = judge(question, output)
+        if is_core:
+            outcome["centered"] = centered(outcome["acc"], question.definition["chance"])
         for group in question.groups:
             outcomes[group].append(outcome)
     results: dict[str, Json] = {}
@@ -187,11 +200,10 @@ def evaluate(
             # The sample variance of one value is 0, where NumPy has no number.
             error = np.std(values, ddof=len(rows) > 1) / len(rows) ** 0.5
             results[group] |= {metric: np.mean(values).item(), f"{metric}_stderr": error.item()}
-    for group, chance in chances.items():
-        results[group]["centered"] = centered(results[group]["acc"], chance)
-    if chances:
-        mean = np.mean([results[group]["centered"] for group in chances]).item()
-        results["core"] = {"questions": len(questions), "centered": mean}
+    if is_core:
+        mean = np.mean([numbers["centered"] for numbers in results.values()]).item()
+        too_long = outputs.count([])
+        results["core"] = {"questions": len(questions), "too_long": too_long, "centered": mean}
     return results
 
 
@@ -214,8 +226,16 @@ def _local(place: str) -> Path:
     path = cache_folder() / re.sub(r"\W+", "_", place)
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        with progress(f"reading {place}"), atomic_write(path) as partial:
-            partial.write_bytes(request_bytes(place))
+        with (
+            progress(f"reading {place}"),
+            errors_as(f"{place} cannot be copied to {path}", OSError, http.client.HTTPException),
+            atomic_write(path) as partial,
+            urllib.request.urlopen(place, timeout=30) as answer,
+            partial.open("wb") as file,
+        ):
+            shutil.copyfileobj(answer, file)
+            if answer.length:
+                raise OSError(f"it ends {answer.length:,} bytes too early")
     return path
 
 
@@ -224,42 +244,52 @@ def _items(definition: Json, path: Path, split: str) -> list[Json]:
     if path.is_dir():
         path /= f"{split}*"
     read = _JINJA.compile_expression(definition["item"], undefined_to_none=False)
+    files = sorted(path.parent.glob(path.name))
     items = []
-    for file in sorted(path.parent.glob(path.name)):
+    for file in files:
         for where, record in read_rows(file):
             with errors_as(where, *_WRONG):
-                items.append(read(**record))
+                item = read(**record)
+                if item["answer"] not in range(len(_pairs(item))):
+                    raise ValueError(f"there is no option {item['answer']}, counted from 0")
+            items.append(item)
     if not items:
-        raise JllamaError(f"there are no records in {path}: give a file with some, or a folder")
+        problem = "are no records in" if files else "is no file at"
+        raise JllamaError(f"there {problem} {path}: give a file with some, or a folder")
     return items
 
 
 def _questions(name: str, path: Path, limit: int, num_fewshot: int | None) -> Iterator[Question]:
     """Yield the questions of a benchmark that lm-eval defines."""
     definition = _DEFINITIONS[name]
-    num_examples = definition["num_fewshot"] if num_fewshot is None else num_fewshot
+    if num_fewshot is None:
+        num_fewshot = definition["num_fewshot"]
     solved: list[Json] = []
-    if num_examples:
+    if num_fewshot:
         folder = path if path.is_dir() else path.parent
         solved = _items(definition, folder, definition["examples"])
     generator = random.Random(_FEWSHOT_SEED)
-    items = _items(definition, path, "test")
-    for groups, members in itertools.groupby(items, lambda item: item.get("groups", [])):
-        pool = [example for example in solved if example.get("groups", []) == groups]
-        if len(pool) < num_examples:
+    items = sorted(_items(definition, path, "test"), key=_groups)
+    for groups, members in itertools.groupby(items, _groups):
+        pool = [example for example in solved if _groups(example) == groups]
+        if len(pool) < num_fewshot:
             raise JllamaError(
                 f"{path} has {len(pool)} solved examples of one kind: lower num_fewshot"
             )
         names = [name, *(f"{name}/{group}" for group in groups)]
         for item in itertools.islice(members, limit or None):
-            examples = pool[:num_examples]
+            examples = pool[:num_fewshot]
             if "first" not in definition:
-                examples = generator.sample(pool, num_examples)
+                examples = generator.sample(pool, num_fewshot)
             yield Question(definition, names, item, examples)
 
 
-def _core_questions(path: Path, limit: int, chances: dict[str, float]) -> Iterator[Question]:
-    """Yield the questions of all tasks of CORE, and put the accuracy of chance into ``chances``.
+def _groups(item: Json) -> list[str]:
+    return item.get("groups", [])
+
+
+def _core_questions(path: Path, limit: int) -> Iterator[Question]:
+    """Yield the questions of all tasks of CORE; their definitions have the accuracy of ``chance``.
 
     Source: nanochat's ``base_eval.py`` and ``core_eval.py``.
     """
@@ -279,9 +309,8 @@ def _core_questions(path: Path, limit: int, chances: dict[str, float]) -> Iterat
         # 2) Shuffle each task's questions, and draw the examples of each from the others.
         for task in yaml.safe_load(config.read_text(encoding="utf-8"))["icl_tasks"]:
             label = task["label"]
-            group = f"core/{label}"
-            chances[group] = 0.01 * baselines[label]
-            definition = _DEFINITIONS["core"]["types"][task["icl_task_type"]]
+            chance = {"chance": 0.01 * baselines[label]}
+            definition = _DEFINITIONS["core"]["types"][task["icl_task_type"]] | chance
             items = _items(definition, config.parent / "eval_data" / task["dataset_uri"], "")
             random.Random(_CORE_SEED).shuffle(items)
             items = items[: limit or None]
@@ -290,7 +319,7 @@ def _core_questions(path: Path, limit: int, chances: dict[str, float]) -> Iterat
                 generator = random.Random(_FEWSHOT_SEED + index)
                 examples = generator.sample(others, task["num_fewshot"][0])
                 delimiter = task.get("continuation_delimiter", " ")
-                yield Question(definition, [group], item, examples, delimiter)
+                yield Question(definition, [f"core/{label}"], item, examples, delimiter)
 
 
 def _pairs(item: Json) -> list[tuple[str, str]]:
@@ -341,8 +370,10 @@ def _inputs(model: LanguageModel, question: Question, as_chat: bool) -> Any:
         if scored == "continuation":
             starts = [_encode(tokenizer, (contexts[0] + space).rstrip(), is_core)]
         counts = [len(row) - _num_shared(starts) for row in rows]
-    arrays = [np.array(row, np.int32) for row in rows]
-    return [Continuation(*option) for option in zip(texts, arrays, counts, strict=True)]
+    return [
+        Continuation(text, np.array(row, np.int32), count)
+        for text, row, count in zip(texts, rows, counts, strict=True)
+    ]
 
 
 def _num_shared(rows: list[list[int]]) -> int:
@@ -414,7 +445,7 @@ def score_continuations(
         )
 
 
-def judge(question: Question, output: Any) -> dict[str, bool]:
+def judge(question: Question, output: Any) -> dict[str, float]:
     """Return whether an answer is right, by each metric of the benchmark.
 
     ``output`` is the scores of the options, or the text of the answer.
@@ -425,13 +456,16 @@ def judge(question: Question, output: Any) -> dict[str, bool]:
         if rule == "passes":
             prompt, test = item["program"]
             outcome[metric] = passes(prompt + output + test)
+        elif not output:  # no text, or no options that fit
+            outcome[metric] = False
         elif rule == "greedy":
             outcome[metric] = bool(output[0].is_likeliest.all())
         elif isinstance(rule, str):
             means = []
             for (_, option), score in zip(_pairs(item), output, strict=True):
                 size = {"option": 1, "character": len(option), "token": len(score.log_probs)}[rule]
-                means.append(score.log_probs.sum(dtype=float) / size)
+                # The mean of no tokens is worse than any other.
+                means.append(score.log_probs.sum(dtype=float) / size if size else -np.inf)
             outcome[metric] = int(np.argmax(means)) == item["answer"]
         else:
             pattern, index = rule
@@ -448,14 +482,14 @@ def _number(text: str) -> str:
 def passes(program: str) -> bool:
     """Run a program of Python that a model has written; return whether it came to its end.
 
-    It runs in an empty folder and without the environment, under the limits of ``_PROGRAM``. Its
-    process is killed with all that it has started.
+    It runs in an empty folder and without the environment, under the limits of ``_PROGRAM``, where
+    imports write no bytecode. Its process is killed with all that it has started.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "program.py")
         path.write_text(program, encoding="utf-8", errors="replace")
         process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _PROGRAM, str(_PASSED), str(_PROGRAM_S), path],
+            [sys.executable, "-IB", "-c", _PROGRAM, str(_PASSED), str(_PROGRAM_S), path],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -11,6 +11,7 @@ import pytest
 
 import jllama
 from jllama.commands import cli
+from jllama.core import JllamaError
 from jllama.core.config import LlamaConfig
 from jllama.lab.checks import random_params
 from jllama.models import oracle
@@ -144,8 +145,8 @@ MISTAKES = """
 2 model --benchmarks core,mmlu --data a -> --data is of one benchmark: name one, or
 2 model --benchmarks core,arc_esy -> there is no benchmark arc_esy; did you mean arc_easy?
 2 model --benchmarks humaneval -> with limits of time, memory and files: allow it by --run_programs
-2 model --benchmarks core --num_fewshot 2 --data . -> core is of texts with examples of its own
-1 model --benchmarks arc_easy --data missing.txt -> there are no records in missing.txt: give a file
+2 nowhere --benchmarks arc_easy,core --num_fewshot 2 -> core is of texts with examples of its own
+1 model --benchmarks arc_easy --data missing.txt -> there is no file at missing.txt: give a file
 1 model --benchmarks core --data missing.zip -> missing.zip is no bundle of CORE, or
 1 model --benchmarks arc_easy --data documents.jsonl -> line 1: 'question' is undefined
 1 bare --benchmarks arc_easy --data documents.jsonl -> bare has no tokenizer
@@ -286,6 +287,31 @@ def test_several_benchmarks_and_those_that_run_programs(place, questions, monkey
     assert evaluate_benchmarks(place, "--benchmarks", names, "--run_programs", "--json") == 0
     assert json.loads(capsys.readouterr().out) == {"core": {}, "gsm8k": {}, "humaneval": {}}
     assert calls == ["core", "gsm8k", "humaneval"]
+
+
+@pytest.mark.parametrize("arguments", [[], ["--json"]])
+def test_results_are_printed_if_a_later_benchmark_fails(place, monkeypatch, capsys, arguments):
+    printed = []
+
+    def evaluate_two(model, name, data, **options):
+        printed.append(capsys.readouterr().out)
+        if name == "mmlu":
+            raise JllamaError("the data are damaged")
+        return {name: {"acc": 0.5}}
+
+    monkeypatch.setattr(benchmarks, "evaluate", evaluate_two)
+    assert evaluate_benchmarks(place, "--benchmarks", "arc_easy,mmlu", *arguments) == 1
+    last = capsys.readouterr()
+    assert last.err.endswith("error: the data are damaged\n")
+    if arguments:
+        assert printed == ["", ""]
+        assert json.loads(last.out) == {"arc_easy": {"acc": 0.5}}
+    else:  # when it is done
+        assert [text.split() for text in printed] == [[], ["arc_easy", "acc", "0.5"]]
+        assert last.out == ""
+    # Without any result, nothing is printed.
+    assert evaluate_benchmarks(place, "--benchmarks", "mmlu", *arguments) == 1
+    assert capsys.readouterr().out == ""
 
 
 def test_tasks_without_lm_eval(place, monkeypatch, capsys):

@@ -5,10 +5,12 @@ lm-eval judges the others, in ``test_benchmarks_of_lm_eval.py``.
 
 import contextlib
 import dataclasses
+import http.server
 import itertools
 import json
 import random
 import tempfile
+import threading
 import time
 import zipfile
 import zlib
@@ -186,6 +188,7 @@ def expected_core(folder, scores_of, limit=None, context=CONFIG.max_seq_len):
 
 
 def assert_core(results, expected):
+    assert results["core"]["too_long"] == 0
     assert results.keys() == {"core", *(f"core/{label}" for label in expected)}
     for label, (accuracy, scaled) in expected.items():
         numbers = results[f"core/{label}"]
@@ -210,6 +213,26 @@ def test_core_is_as_nanochat_defines_it(bundle, scored, limit, context):
         assert max(len(row) for row, _ in rows) == 40
 
 
+def test_questions_of_core_that_do_not_fit_are_wrong_and_counted(tmp_path, scored):
+    make_bundle(tmp_path)
+    expected = evaluate(MODEL, "core", str(tmp_path))
+    data = tmp_path / "eval_data" / "sub" / "multiple_choice_0.jsonl"
+    rows = [*map(json.loads, data.read_text().splitlines())]
+    for row in rows:
+        row["choices"][(row["gold"] + 1) % 3] = "x" * 400  # a wrong one
+    write_rows(data, rows)
+    actual = evaluate(MODEL, "core", str(tmp_path))
+    assert actual["core"]["too_long"] == 11
+    assert expected["core/multiple_choice_0"]["acc"] > 0
+    assert actual["core/multiple_choice_0"]["acc"] == 0
+    assert actual["core/multiple_choice_0"]["questions"] == 11
+    assert actual["core/schema_3"] == expected["core/schema_3"]
+    model = dataclasses.replace(MODEL, config=dataclasses.replace(CONFIG, max_seq_len=1))
+    actual = evaluate(model, "core", str(tmp_path))
+    assert actual["core"]["too_long"] > 11
+    assert actual["core/language_modeling_3"]["acc"] == 0
+
+
 def test_core_on_a_model_is_that_of_the_oracle(bundle):
     def scores_of(row):
         logits = oracle.forward(PARAMS, row[None, :-1], CONFIG)[0]
@@ -221,22 +244,58 @@ def test_core_on_a_model_is_that_of_the_oracle(bundle):
     )
 
 
-def test_the_bundle_may_be_a_zip_file_or_the_folder_around_it(
-    bundle, scored, tmp_path, monkeypatch
-):
+def test_the_bundle_may_be_a_zip_file_or_the_folder_around_it(bundle, scored, tmp_path):
     expected = evaluate(MODEL, "core", str(bundle))
     assert evaluate(MODEL, "core", str(bundle.parent)) == expected
     path = zip_of(bundle, tmp_path / "eval_bundle.zip")
     assert evaluate(MODEL, "core", str(path)) == expected
-    # At a URL it is downloaded once.
+
+
+@contextlib.contextmanager
+def web_server(content, length):
+    """A server that redirects each request once; yields its URL and the paths it was asked for."""
+    paths = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            paths.append(self.path)
+            is_moved = self.path != "/moved"
+            self.send_response(302 if is_moved else 200)
+            self.send_header("Location", "/moved")
+            self.send_header("Content-Length", str(0 if is_moved else length))
+            self.end_headers()
+            if not is_moved:
+                self.wfile.write(content)
+
+        def log_message(self, *arguments):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=[0.01])
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", paths
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_what_is_at_a_url_is_copied_once_and_whole(bundle, scored, tmp_path, monkeypatch):
+    """From where it has moved to, as the hub of Hugging Face answers."""
     monkeypatch.setenv("JLLAMA_CACHE", str(tmp_path / "cache"))
-    urls = []
-    monkeypatch.setattr(
-        benchmarks, "request_bytes", lambda url: urls.append(url) or path.read_bytes()
-    )
-    for _ in range(2):
-        assert evaluate(MODEL, "core") == expected
-    assert urls == ["https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"]
+    content = zip_of(bundle, tmp_path / "eval_bundle.zip").read_bytes()
+    with web_server(content, len(content) + 1) as (url, _):
+        message = f"{url}/a.zip cannot be copied to .*a_zip: it ends 1 bytes too early"
+        with pytest.raises(JllamaError, match=message):
+            evaluate(MODEL, "core", f"{url}/a.zip")
+    assert [*(tmp_path / "cache").iterdir()] == []
+    with web_server(content, len(content)) as (url, paths):
+        for _ in range(2):
+            assert evaluate(MODEL, "core", f"{url}/a.zip") == evaluate(MODEL, "core", str(bundle))
+    assert paths == ["/a.zip", "/moved"]
+    with pytest.raises(JllamaError, match=r"b\.zip cannot be copied to .*Connection refused"):
+        evaluate(MODEL, "core", f"{url}/b.zip")
 
 
 def zip_of(bundle, path, **others):
@@ -283,6 +342,31 @@ def test_parquet_in_a_folder_or_at_a_url(tmp_path, scored, monkeypatch, scheme):
         "The following are multiple choice questions (with answers) about a.\n\n"
         "dev 0\nA. w\nB. x\nC. y\nD. z\nAnswer: B\n\ntest 0\nA. w\nB. x\nC. y\nD. z\nAnswer: D"
     )
+
+
+def test_an_option_without_tokens_of_its_own_is_the_worst(tmp_path, scored):
+    """One that another begins with has nothing that the two do not share."""
+    make_bundle(tmp_path)
+    data = tmp_path / "eval_data" / "sub" / "multiple_choice_0.jsonl"
+    for order in (1, -1):
+        choices = ["the cat", "the cat sat on the mat"][::order]
+        row = {"query": "the dog", "choices": choices, "gold": choices.index(max(choices))}
+        write_rows(data, [row])
+        results = evaluate(MODEL, "core", str(tmp_path))
+        assert results["core/multiple_choice_0"]["acc"] == 1
+
+
+def test_the_limit_is_of_a_subject_whose_questions_are_apart(tmp_path, scored):
+    rows = [
+        {"question": f"{number}", "choices": [*"wxyz"], "answer": 1, "subject": subject}
+        for number, subject in enumerate("baabab")
+    ]
+    write_rows(tmp_path / "test.jsonl", rows)
+    results = evaluate(MODEL, "mmlu", str(tmp_path), limit=2)
+    counts = {group: numbers["questions"] for group, numbers in results.items()}
+    assert counts == {"mmlu": 4, "mmlu/a": 2, "mmlu/stem": 4, "mmlu/b": 2}
+    shown = [TOKENIZER.decode(row) for row, _ in scored[::4]]
+    assert [text.split("\n")[2] for text in shown] == ["1", "2", "0", "3"]
 
 
 @given(st.floats(0, 0.99), st.floats(0, 1))
@@ -334,6 +418,14 @@ def test_programs(program, is_right, tmp_path, monkeypatch):
     path = repr(str(tmp_path / "left"))
     assert passes(f"PATH = {path}\n{PROMPT}{program}\n{TEST}\ncheck(double)") is is_right
     assert_nothing_left(tmp_path)
+
+
+def test_a_program_imports_what_has_no_bytecode(tmp_path):
+    """As the standard library of some installations; writing it would be refused."""
+    (tmp_path / "fresh_module.py").write_text("VALUE = 5")
+    lines = f"import sys\nsys.path.append({str(tmp_path)!r})\nimport fresh_module"
+    assert passes(f"{lines}\nassert fresh_module.VALUE == 5")
+    assert [file.name for file in tmp_path.iterdir()] == ["fresh_module.py"]
 
 
 def assert_nothing_left(folder):
@@ -435,6 +527,17 @@ def test_records_that_do_not_fit(tmp_path, record, message):
         evaluate(MODEL, "arc_easy", str(tmp_path))
 
 
+@pytest.mark.parametrize("gold", [3, -1, "a", None])
+def test_an_answer_that_is_no_option(tmp_path, gold):
+    make_bundle(tmp_path)
+    data = tmp_path / "eval_data" / "sub" / "schema_3.jsonl"
+    rows = [*map(json.loads, data.read_text().splitlines())]
+    rows[1]["gold"] = gold
+    write_rows(data, rows)
+    with pytest.raises(JllamaError, match=r"schema_3\.jsonl line 2: there is no option -?\d, coun"):
+        evaluate(MODEL, "core", str(tmp_path))
+
+
 def test_places_that_do_not_fit(tmp_path, bundle):
     (tmp_path / "train.jsonl").write_text(json.dumps(ARC))
     (tmp_path / "empty").mkdir()
@@ -442,11 +545,13 @@ def test_places_that_do_not_fit(tmp_path, bundle):
     whole = zip_of(bundle, tmp_path / "whole.zip").read_bytes()
     place = whole.index(b"cat")  # stored, not compressed
     (tmp_path / "changed.zip").write_bytes(whole[:place] + b"dog" + whole[place + 3 :])
-    no_records = "there are no records in .*: give a file with some, or a folder"
+    (tmp_path / "blank.jsonl").write_text("\n")
+    no_file = "there is no file at .*{}: give a file with some, or a folder"
     for name, place, message in [
-        ("arc_easy", "nowhere", no_records),
-        ("arc_easy", "", r"no records in .*test\*"),
-        ("arc_easy", "*.txt", no_records),
+        ("arc_easy", "nowhere", no_file.format("nowhere")),
+        ("arc_easy", "", no_file.format(r"test\*")),
+        ("arc_easy", "*.txt", no_file.format(r"\*\.txt")),
+        ("arc_easy", "blank.jsonl", "there are no records in .*blank.jsonl: give a file with some"),
         ("core", "nowhere", "nowhere is no bundle of CORE, .*: No such file or directory"),
         ("core", "empty", "empty is no bundle of CORE, .*: No such file or directory"),
         ("core", "damaged.zip", "no bundle of CORE, or limit is too low: File is not a zip file"),
@@ -463,7 +568,7 @@ def test_places_that_do_not_fit(tmp_path, bundle):
         ({"icl_task_type": "essay"}, "limit is too low: 'essay'"),
         ({"label": "unknown"}, "limit is too low: 'unknown'"),
         ({"dataset_uri": None}, "no bundle of CORE"),
-        ({"dataset_uri": "gone.jsonl"}, r"no records in .*gone\.jsonl"),
+        ({"dataset_uri": "gone.jsonl"}, r"there is no file at .*gone\.jsonl"),
         ({"num_fewshot": [11]}, "limit is too low: Sample larger than population"),
     ],
 )
@@ -476,7 +581,7 @@ def test_bundles_that_do_not_fit(tmp_path, change, message):
 
 def test_examples_that_are_not_there(tmp_path):
     write_rows(tmp_path / "test.jsonl", [ARC])
-    with pytest.raises(JllamaError, match=r"no records in .*train\*"):
+    with pytest.raises(JllamaError, match=r"there is no file at .*train\*"):
         evaluate(MODEL, "arc_easy", str(tmp_path / "test.jsonl"), num_fewshot=1)
     write_rows(tmp_path / "train.jsonl", [ARC])
     with pytest.raises(JllamaError, match="has 1 solved examples of one kind: lower num_"):
@@ -491,7 +596,8 @@ def test_options_that_do_not_fit(bundle):
     check_benchmarks(["core", "humaneval", "humaneval_instruct"], True)
     for options in ({"num_fewshot": 0}, {"apply_chat_template": True}):
         with pytest.raises(UsageError, match="core is of texts with examples of its own"):
-            evaluate(MODEL, "core", str(bundle), **options)
+            check_benchmarks(["arc_easy", "core"], False, **options)
+        check_benchmarks(["arc_easy"], False, **options)
     with pytest.raises(JllamaError, match="no tokenizer"):
         evaluate(LanguageModel(CONFIG, MODEL.params), "core", str(bundle))
 
