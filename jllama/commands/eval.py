@@ -101,11 +101,15 @@ def main(argv: list[str], prog: str) -> int:
     """Load a model, evaluate it, and print the results."""
     options = parse(EvalOptions, argv, prog, ("checkpoint",), _COMMON)
     if options.benchmarks:
-        return _evaluate_benchmarks(options)
-    return _evaluate_tasks(options) if options.tasks else _evaluate_text(options)
+        _evaluate_benchmarks(options)
+    elif options.tasks:
+        _evaluate_tasks(options)
+    else:
+        _evaluate_text(options)
+    return 0
 
 
-def _evaluate_text(options: EvalOptions) -> int:
+def _evaluate_text(options: EvalOptions) -> None:
     from jllama.data.chats import FORMS, data_task, read_records, record_tokens
     from jllama.data.config import DataConfig
     from jllama.data.corpus import read_corpus
@@ -161,14 +165,13 @@ def _evaluate_text(options: EvalOptions) -> int:
     }
     if options.json:
         print(json.dumps(results, indent=1))
-        return 0
+        return
     for name, value in results.items():
         form = ",.4f" if isinstance(value, float) else ","
         print(f"{name:14} {value:{form}}")
-    return 0
 
 
-def _evaluate_tasks(options: EvalOptions) -> int:
+def _evaluate_tasks(options: EvalOptions) -> None:
     from jllama.lab import harness  # needs lm-eval
 
     names = [name.strip() for name in options.tasks.split(",") if name.strip()]
@@ -185,10 +188,9 @@ def _evaluate_tasks(options: EvalOptions) -> int:
         apply_chat_template=options.apply_chat_template,
     )
     print(json.dumps(results["results"], indent=1) if options.json else harness.table(results))
-    return 0
 
 
-def _evaluate_benchmarks(options: EvalOptions) -> int:
+def _evaluate_benchmarks(options: EvalOptions) -> None:
     from jllama.score.benchmarks import check_benchmarks, evaluate
 
     names = [name.strip() for name in options.benchmarks.split(",")]
@@ -215,4 +217,3 @@ def _evaluate_benchmarks(options: EvalOptions) -> int:
     finally:  # also if an error ends the run
         if options.json and results:
             print(json.dumps(results, indent=1))
-    return 0

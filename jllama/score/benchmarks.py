@@ -19,7 +19,7 @@ import tempfile
 import urllib.request
 import zipfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +42,6 @@ from jllama.system.progress import progress
 from jllama.system.remote import fetch
 from jllama.templates.messages import find_template, template_variables
 from jllama.templates.template import render
-from jllama.tokenizers.base import Tokenizer
 
 _DEFINITIONS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 _JINJA = jinja2.Environment(undefined=jinja2.StrictUndefined)
@@ -177,9 +176,6 @@ def evaluate(
         max_length = model.config.max_seq_len
         if is_core:
             max_length -= 1  # as nanochat cuts
-            for options in inputs:
-                if any(option.num_scored > max_length for option in options):
-                    options.clear()
         continuations = [*itertools.chain.from_iterable(inputs)]
         scores = iter(score_continuations(model, continuations, max_length, batch_size))
         outputs = [[*itertools.islice(scores, len(options))] for options in inputs]
@@ -187,7 +183,10 @@ def evaluate(
     # 3) Judge them, and take the means.
     outcomes = defaultdict[str, list[dict[str, float]]](list)
     for question, output in zip(questions, outputs, strict=True):
-        outcome = judge(question, output)
+        outcome: dict[str, float] = {
+            metric: is_right(rule, question.item, output)
+            for metric, rule in question.definition["metrics"].items()
+        }
         if is_core:
             outcome["centered"] = centered(outcome["acc"], question.definition["chance"])
         for group in question.groups:
@@ -316,8 +315,8 @@ def _core_questions(path: Path, limit: int) -> Iterator[Question]:
             items = items[: limit or None]
             for index, item in enumerate(items):
                 others = items[:index] + items[index + 1 :]
-                generator = random.Random(_FEWSHOT_SEED + index)
-                examples = generator.sample(others, task["num_fewshot"][0])
+                num_examples = task["num_fewshot"][0]
+                examples = random.Random(_FEWSHOT_SEED + index).sample(others, num_examples)
                 delimiter = task.get("continuation_delimiter", " ")
                 yield Question(definition, [f"core/{label}"], item, examples, delimiter)
 
@@ -328,7 +327,10 @@ def _pairs(item: Json) -> list[tuple[str, str]]:
 
 
 def _inputs(model: LanguageModel, question: Question, as_chat: bool) -> Any:
-    """Return the options of a question as ``Continuation``, or the prompt of an answer."""
+    """Return the options of a question as ``Continuation``, or the prompt of an answer.
+
+    There are no options of a question of CORE if one is longer than the context.
+    """
     # 1) Put the examples and their answers before each context.
     definition, _, item, examples, delimiter = question
     prefix = item.get("prefix", "")
@@ -355,21 +357,29 @@ def _inputs(model: LanguageModel, question: Question, as_chat: bool) -> Any:
 
     # 3) Encode the options, and count the tokens of each that are scored.
     tokenizer = model.text_tokenizer
-    is_core = "examples" not in definition
+    is_core = "chance" in definition
+
+    def encode(text: str) -> list[int]:
+        if is_core:
+            return [tokenizer.bos_id, *tokenizer.encode(text)]
+        return prompt_ids(tokenizer, text)
+
     space = "" if as_chat else delimiter
     texts = [
         context + space + continuation
         for context, continuation in itertools.product(contexts, item["continuations"])
     ]
-    rows = [_encode(tokenizer, text, is_core) for text in texts]
+    rows = [encode(text) for text in texts]
     scored = definition["scored"]
     if scored == "shared end":
         counts = [_num_shared([row[::-1] for row in rows])] * len(rows)
     else:
         starts = rows
         if scored == "continuation":
-            starts = [_encode(tokenizer, (contexts[0] + space).rstrip(), is_core)]
+            starts = [encode((contexts[0] + space).rstrip())]
         counts = [len(row) - _num_shared(starts) for row in rows]
+    if is_core and max(counts) >= max_length:
+        return []
     return [
         Continuation(text, np.array(row, np.int32), count)
         for text, row, count in zip(texts, rows, counts, strict=True)
@@ -381,12 +391,6 @@ def _num_shared(rows: list[list[int]]) -> int:
     return len(os.path.commonprefix(rows))  # noqa: RUF071 - it takes any lists
 
 
-def _encode(tokenizer: Tokenizer, text: str, is_core: bool) -> list[int]:
-    if is_core:
-        return [tokenizer.bos_id, *tokenizer.encode(text)]
-    return prompt_ids(tokenizer, text)
-
-
 def encode_cut_prompt(model: LanguageModel, prompt: Prompt, max_length: int) -> Prompt:
     """Encode a prompt, cut on the left to leave room for its new tokens; EOS ends its text, too."""
     tokenizer = model.text_tokenizer
@@ -396,9 +400,7 @@ def encode_cut_prompt(model: LanguageModel, prompt: Prompt, max_length: int) -> 
     return encode_prompt(model, dataclasses.replace(prompt, content=ids, stop_ids=stop_ids))
 
 
-def chat_text(
-    model: LanguageModel, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool
-) -> str:
+def chat_text(model: LanguageModel, messages: Sequence[Json], add_generation_prompt: bool) -> str:
     """Return a conversation as text, up to the next answer, or with its last message left open."""
     tokenizer = model.text_tokenizer
     template = find_template(tokenizer, model.chat_template)
@@ -445,34 +447,29 @@ def score_continuations(
         )
 
 
-def judge(question: Question, output: Any) -> dict[str, float]:
-    """Return whether an answer is right, by each metric of the benchmark.
+def is_right(rule: Any, item: Json, output: Any) -> bool:
+    """Return whether an answer is right, by the rule of a metric.
 
-    ``output`` is the scores of the options, or the text of the answer.
+    ``output`` is the scores of the options, if they fit, or the text of the answer.
     """
-    item = question.item
-    outcome = {}
-    for metric, rule in question.definition["metrics"].items():
-        if rule == "passes":
-            prompt, test = item["program"]
-            outcome[metric] = passes(prompt + output + test)
-        elif not output:  # no text, or no options that fit
-            outcome[metric] = False
-        elif rule == "greedy":
-            outcome[metric] = bool(output[0].is_likeliest.all())
-        elif isinstance(rule, str):
-            means = []
-            for (_, option), score in zip(_pairs(item), output, strict=True):
-                size = {"option": 1, "character": len(option), "token": len(score.log_probs)}[rule]
-                # The mean of no tokens is worse than any other.
-                means.append(score.log_probs.sum(dtype=float) / size if size else -np.inf)
-            outcome[metric] = int(np.argmax(means)) == item["answer"]
-        else:
-            pattern, index = rule
-            matches = re.findall(pattern, output) or ["[invalid]"]
-            (expected,) = item["continuations"]
-            outcome[metric] = _number(matches[index]) == _number(expected)
-    return outcome
+    if rule == "passes":
+        prompt, test = item["program"]
+        return passes(prompt + output + test)
+    if not output:
+        return False
+    if rule == "greedy":
+        return bool(output[0].is_likeliest.all())
+    if isinstance(rule, str):
+        means = []
+        for (_, option), score in zip(_pairs(item), output, strict=True):
+            size = {"option": 1, "character": len(option), "token": len(score.log_probs)}[rule]
+            # The mean of no tokens is worse than any other.
+            means.append(score.log_probs.sum(dtype=float) / size if size else -np.inf)
+        return int(np.argmax(means)) == item["answer"]
+    pattern, index = rule
+    matches = re.findall(pattern, output) or ["[invalid]"]
+    (expected,) = item["continuations"]
+    return _number(matches[index]) == _number(expected)
 
 
 def _number(text: str) -> str:
