@@ -1,7 +1,6 @@
 """``jllama eval``: measure how well a model predicts text or solves tasks."""
 
 import dataclasses
-import itertools
 import json
 import time
 from typing import Any
@@ -92,8 +91,13 @@ class EvalOptions(ModelOptions):
                     raise UsageError(f"--{name} is for {users} alone: leave it out")
         if self.data and "," in self.benchmarks:
             raise UsageError("--data is of one benchmark: name one, or leave --data out")
-        counts = "window stride max_tokens limit num_fewshot"
-        check_fields(self, "", counts, lambda value: value is None or value >= 0, "0 or more")
+        check_fields(
+            self,
+            "",
+            "window stride max_tokens limit num_fewshot",
+            lambda value: value is None or value >= 0,
+            "0 or more",
+        )
         check_fields(self, "", "batch_size", lambda value: value >= 1, "at least 1")
 
 
@@ -137,9 +141,10 @@ def _evaluate_text(options: EvalOptions) -> None:
     if is_chat:
         tokenizer = model.text_tokenizer
         chat = chat_format(tokenizer, model.chat_template, model.stop_ids, options.chat_template)
-        records = read_records([path], FORMS[1:])
-        texts = itertools.chain.from_iterable(
-            record_tokens(record, tokenizer, *chat) for record in records
+        texts = (
+            tokens
+            for record in read_records([path], FORMS[1:])
+            for tokens in record_tokens(record, tokenizer, *chat)
         )
     else:
         texts = ("".join(document()) for document in read_corpus([path], options.text_field))
@@ -147,7 +152,7 @@ def _evaluate_text(options: EvalOptions) -> None:
         score = score_texts(
             model,
             texts,
-            on_progress=lambda done, total: move(completed=done, total=total),
+            on_progress=move,
             batch_size=options.batch_size,
             max_tokens=options.max_tokens or None,
             **sizes,
@@ -193,7 +198,7 @@ def _evaluate_tasks(options: EvalOptions) -> None:
 def _evaluate_benchmarks(options: EvalOptions) -> None:
     from jllama.score.benchmarks import check_benchmarks, evaluate
 
-    names = [name.strip() for name in options.benchmarks.split(",")]
+    names = options.benchmarks.replace(" ", "").split(",")
     check_benchmarks(names, options.run_programs, options.num_fewshot, options.apply_chat_template)
     model = options.load_model()
     options.say_loaded(model)

@@ -9,7 +9,7 @@ import csv
 import dataclasses
 import http.client
 import itertools
-import os
+import operator
 import random
 import re
 import shutil
@@ -20,6 +20,7 @@ import urllib.request
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,8 +98,8 @@ class Question(NamedTuple):
 def check_benchmarks(
     names: Sequence[str],
     run_programs: bool,
-    num_fewshot: int | None = None,
-    apply_chat_template: bool = False,
+    num_fewshot: int | None,
+    apply_chat_template: bool,
 ) -> None:
     """Raise ``UsageError`` if a benchmark is unknown, does not take an option of ``evaluate``, or
     runs programs and must not.
@@ -176,9 +177,9 @@ def evaluate(
         max_length = model.config.max_seq_len
         if is_core:
             max_length -= 1  # as nanochat cuts
-        continuations = [*itertools.chain.from_iterable(inputs)]
-        scores = iter(score_continuations(model, continuations, max_length, batch_size))
-        outputs = [[*itertools.islice(scores, len(options))] for options in inputs]
+        options = [*itertools.chain.from_iterable(inputs)]
+        scores = iter(score_continuations(model, options, max_length, batch_size))
+        outputs = [[*itertools.islice(scores, len(group))] for group in inputs]
 
     # 3) Judge them, and take the means.
     outcomes = defaultdict[str, list[dict[str, float]]](list)
@@ -220,7 +221,7 @@ def centered(accuracy: float, chance: float) -> float:
 
 def _local(place: str) -> Path:
     """Return the local copy of a place; a file on the web is downloaded once."""
-    if not place.startswith(("http://", "https://")):
+    if not re.match("https?://", place):
         return fetch(as_place(place))
     path = cache_folder() / re.sub(r"\W+", "_", place)
     if not path.exists():
@@ -248,7 +249,7 @@ def _items(definition: Json, path: Path, split: str) -> list[Json]:
     for file in files:
         for where, record in read_rows(file):
             with errors_as(where, *_WRONG):
-                item = read(**record)
+                item: Any = read(**record)
                 if item["answer"] not in range(len(_pairs(item))):
                     raise ValueError(f"there is no option {item['answer']}, counted from 0")
             items.append(item)
@@ -261,30 +262,24 @@ def _items(definition: Json, path: Path, split: str) -> list[Json]:
 def _questions(name: str, path: Path, limit: int, num_fewshot: int | None) -> Iterator[Question]:
     """Yield the questions of a benchmark that lm-eval defines."""
     definition = _DEFINITIONS[name]
-    if num_fewshot is None:
-        num_fewshot = definition["num_fewshot"]
-    solved: list[Json] = []
-    if num_fewshot:
-        folder = path if path.is_dir() else path.parent
-        solved = _items(definition, folder, definition["examples"])
+    num_examples = definition["num_fewshot"] if num_fewshot is None else num_fewshot
+    folder = path if path.is_dir() else path.parent
+    solved = _items(definition, folder, definition["examples"]) if num_examples else []
     generator = random.Random(_FEWSHOT_SEED)
-    items = sorted(_items(definition, path, "test"), key=_groups)
-    for groups, members in itertools.groupby(items, _groups):
-        pool = [example for example in solved if _groups(example) == groups]
-        if len(pool) < num_fewshot:
+    groups_of = operator.itemgetter("groups")
+    items = sorted(_items(definition, path, "test"), key=groups_of)
+    for groups, members in itertools.groupby(items, groups_of):
+        pool = [example for example in solved if example["groups"] == groups]
+        if len(pool) < num_examples:
             raise JllamaError(
                 f"{path} has {len(pool)} solved examples of one kind: lower num_fewshot"
             )
         names = [name, *(f"{name}/{group}" for group in groups)]
         for item in itertools.islice(members, limit or None):
-            examples = pool[:num_fewshot]
+            examples = pool[:num_examples]
             if "first" not in definition:
-                examples = generator.sample(pool, num_fewshot)
+                examples = generator.sample(pool, num_examples)
             yield Question(definition, names, item, examples)
-
-
-def _groups(item: Json) -> list[str]:
-    return item.get("groups", [])
 
 
 def _core_questions(path: Path, limit: int) -> Iterator[Question]:
@@ -302,13 +297,15 @@ def _core_questions(path: Path, limit: int) -> Iterator[Question]:
             path = Path(folder)
         config = next(iter(path.rglob("core.yaml")), path / "core.yaml")
         table = config.with_name("eval_meta_data.csv").read_text(encoding="utf-8")
-        rows = csv.DictReader(table.splitlines())
-        baselines = {row["Eval Task"]: float(row["Random baseline"]) for row in rows}
+        baselines = {
+            row["Eval Task"]: float(row["Random baseline"])
+            for row in csv.DictReader(table.splitlines())
+        }
 
         # 2) Shuffle each task's questions, and draw the examples of each from the others.
         for task in yaml.safe_load(config.read_text(encoding="utf-8"))["icl_tasks"]:
-            label = task["label"]
-            chance = {"chance": 0.01 * baselines[label]}
+            group = f"core/{task['label']}"
+            chance = {"chance": 0.01 * baselines[task["label"]]}
             definition = _DEFINITIONS["core"]["types"][task["icl_task_type"]] | chance
             items = _items(definition, config.parent / "eval_data" / task["dataset_uri"], "")
             random.Random(_CORE_SEED).shuffle(items)
@@ -318,7 +315,7 @@ def _core_questions(path: Path, limit: int) -> Iterator[Question]:
                 num_examples = task["num_fewshot"][0]
                 examples = random.Random(_FEWSHOT_SEED + index).sample(others, num_examples)
                 delimiter = task.get("continuation_delimiter", " ")
-                yield Question(definition, [f"core/{label}"], item, examples, delimiter)
+                yield Question(definition, [group], item, examples, delimiter)
 
 
 def _pairs(item: Json) -> list[tuple[str, str]]:
@@ -351,8 +348,8 @@ def _inputs(model: LanguageModel, question: Question, as_chat: bool) -> Any:
     max_length = model.config.max_seq_len
     if "stop" in definition:
         max_new_tokens = min(definition["max_new_tokens"], max_length // 2)
-        sampling = SamplingParams(temperature=0)
-        prompt = Prompt(contexts[0], sampling, max_new_tokens, definition["stop"])
+        greedy = SamplingParams(temperature=0)
+        prompt = Prompt(contexts[0], greedy, max_new_tokens, definition["stop"])
         return encode_cut_prompt(model, prompt, max_length)
 
     # 3) Encode the options, and count the tokens of each that are scored.
@@ -372,23 +369,19 @@ def _inputs(model: LanguageModel, question: Question, as_chat: bool) -> Any:
     rows = [encode(text) for text in texts]
     scored = definition["scored"]
     if scored == "shared end":
-        counts = [_num_shared([row[::-1] for row in rows])] * len(rows)
+        shared = commonprefix([row[::-1] for row in rows])  # noqa: RUF071 - it takes any lists
+        counts = [len(shared)] * len(rows)
     else:
-        starts = rows
+        start_ids = commonprefix(rows)  # noqa: RUF071
         if scored == "continuation":
-            starts = [encode((contexts[0] + space).rstrip())]
-        counts = [len(row) - _num_shared(starts) for row in rows]
+            start_ids = encode((contexts[0] + space).rstrip())
+        counts = [len(row) - len(start_ids) for row in rows]
     if is_core and max(counts) >= max_length:
         return []
     return [
         Continuation(text, np.array(row, np.int32), count)
         for text, row, count in zip(texts, rows, counts, strict=True)
     ]
-
-
-def _num_shared(rows: list[list[int]]) -> int:
-    """Return the number of first tokens that all rows have in common."""
-    return len(os.path.commonprefix(rows))  # noqa: RUF071 - it takes any lists
 
 
 def encode_cut_prompt(model: LanguageModel, prompt: Prompt, max_length: int) -> Prompt:
@@ -427,23 +420,19 @@ def score_continuations(
     Raises:
         JllamaError: a text is longer than ``max_length``.
     """
-    rows = []
-    counts = []
-    for text, ids, count in continuations:
+    for text, _, count in continuations:
         if count > max_length:
             raise JllamaError(
                 f"the continuation {text[:20]!r}... has {count} tokens and max_length is "
                 f"{max_length}: leave the task out, or take a model with a longer context"
             )
-        rows.append(ids[-max_length - 1 :])
-        counts.append(count)
     with progress("tokens scored") as move:
         return token_log_probs(
             model,
-            rows,
-            counts,
+            [continuation.ids[-max_length - 1 :] for continuation in continuations],
+            [continuation.num_scored for continuation in continuations],
             batch_size=batch_size,
-            on_progress=lambda done, total: move(completed=done, total=total),
+            on_progress=move,
         )
 
 

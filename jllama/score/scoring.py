@@ -62,7 +62,7 @@ def token_log_probs(
     counts: Sequence[int] | None = None,
     *,
     batch_size: int = 8,
-    on_progress: Callable[[int, int], object] = lambda done, total: None,
+    on_progress: Callable[..., object] = lambda **state: None,
 ) -> list[TokenScores]:
     """Score the last tokens of each row of ids, given all tokens before them.
 
@@ -77,7 +77,8 @@ def token_log_probs(
         rows: token ids; only the last may be beyond the context.
         counts: how many tokens to score of each row; None scores all but the first.
         batch_size: how many rows go through the model at once.
-        on_progress: called after each batch with the number of tokens scored so far, and of all.
+        on_progress: called after each batch with the number of tokens scored so far, ``completed``,
+            and of all, ``total``.
 
     Raises:
         UsageError: a row exceeds the context, a count exceeds its row, or an id is outside the
@@ -127,7 +128,7 @@ def token_log_probs(
                 scored = slice(end - counts[index], end)
                 scores[index] = TokenScores(log_probs[scored], is_likeliest[scored])
             num_done += sum(counts[index] for index in batch)
-            on_progress(num_done, sum(counts))
+            on_progress(completed=num_done, total=sum(counts))
     return scores
 
 
@@ -201,7 +202,7 @@ def score_texts(
     stride: int,
     batch_size: int = 8,
     max_tokens: int | None = None,
-    on_progress: Callable[[int, int], object] = lambda done, total: None,
+    on_progress: Callable[..., object] = lambda **state: None,
 ) -> TextScore:
     """Score texts, each by itself, in sliding windows of at most ``window`` tokens.
 

@@ -267,7 +267,7 @@ def web_server(content, length):
             if not is_moved:
                 self.wfile.write(content)
 
-        def log_message(self, *arguments):
+        def log_message(self, format, *arguments):
             pass
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -590,14 +590,14 @@ def test_examples_that_are_not_there(tmp_path):
 
 def test_options_that_do_not_fit(bundle):
     with pytest.raises(UsageError, match=r"there is no benchmark arc_eas; did you mean arc_easy\?"):
-        check_benchmarks(["core", "arc_eas"], False)
+        check_benchmarks(["core", "arc_eas"], False, None, False)
     with pytest.raises(UsageError, match="humaneval runs on this machine, with your rights"):
-        check_benchmarks(["humaneval"], False)
-    check_benchmarks(["core", "humaneval", "humaneval_instruct"], True)
-    for options in ({"num_fewshot": 0}, {"apply_chat_template": True}):
+        check_benchmarks(["humaneval"], False, None, False)
+    check_benchmarks(["core", "humaneval", "humaneval_instruct"], True, None, False)
+    for options in ((0, False), (None, True)):
         with pytest.raises(UsageError, match="core is of texts with examples of its own"):
-            check_benchmarks(["arc_easy", "core"], False, **options)
-        check_benchmarks(["arc_easy"], False, **options)
+            check_benchmarks(["arc_easy", "core"], False, *options)
+        check_benchmarks(["arc_easy"], False, *options)
     with pytest.raises(JllamaError, match="no tokenizer"):
         evaluate(LanguageModel(CONFIG, MODEL.params), "core", str(bundle))
 
