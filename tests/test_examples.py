@@ -17,7 +17,7 @@ import jllama
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
-TEXT = str(ROOT / "jllama" / "core")  # less than Python's standard library
+TEXT = str(ROOT / "jllama" / "core" / "*.py")  # less than Python's standard library
 
 
 def text_of(output):
