@@ -160,6 +160,22 @@ def test_a_large_depth_is_planned_for_absent_devices(tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.parametrize(
+    "topology",
+    [
+        pytest.param("h100:8", marks=pytest.mark.plan_gpu),
+        pytest.param("v5e:4x4", marks=pytest.mark.plan_tpu),
+    ],
+)
+def test_depth_20_compiles_for_absent_devices_and_fits(topology, tmp_path):
+    words = ["--depth", "20", "--tokens_per_parameter", "12", "--topology", topology]
+    command = [sys.executable, "-m", "jllama", "speedrun", *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "its memory is by formula" not in done.stderr
+    assert "does not fit" not in done.stderr
+
+
 @settings(max_examples=8)
 @given(st.integers(1, 64), st.floats(1, 40))
 def test_sizes_follow_the_rules(depth, ratio):
