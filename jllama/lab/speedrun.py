@@ -17,6 +17,7 @@ from jllama.core import UsageError
 from jllama.core.config import LlamaConfig
 from jllama.core.parameters import count_parameters
 from jllama.data.batches import text_batch
+from jllama.data.config import DataConfig
 from jllama.data.tasks import CHATS, PROMPTS
 from jllama.data.tokens import find_tokenizer
 from jllama.kernels.shapes import power_of_two_at_least
@@ -52,7 +53,7 @@ def shapes(options: Any) -> dict[str, object]:
         "rewards.init_from": chat,
         "rewards.data.path": tasks / PROMPTS,
     }
-    has_own_chats = options.chat.data.path != TrainConfig(LlamaConfig()).data.path
+    has_own_chats = options.chat.data.path != DataConfig().path
     if not has_own_chats:
         shares = {options.chats: 1, str(tasks / CHATS): 2}
         result["chat.data.mixture"] = json.dumps(shares)
