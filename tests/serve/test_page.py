@@ -766,7 +766,8 @@ def test_the_switch_of_colors_is_kept(person):
     dark = ground_of(one.page)
     assert dark < 0.1 < light
     one.page.reload()
-    assert ground_of(one.page) == dark
+    # The page is drawn when its storage is open, which may be after it is loaded.
+    wait_for(lambda: ground_of(one.page) == dark)
 
 
 @pytest.fixture(scope="module")
