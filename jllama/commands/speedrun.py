@@ -65,15 +65,14 @@ class SpeedrunOptions:
 
 def main(argv: list[str], prog: str) -> int:
     """Plan the stages, run those that are not finished, and return the exit code of the last."""
-    words = ["--config", "speedrun", *argv]
-    options = parse(SpeedrunOptions, words, prog, (), _COMMON)
+    flags = ["--config", "speedrun"]
+    options = parse(SpeedrunOptions, [*flags, *argv], prog, (), _COMMON)
     from jllama.lab import speedrun
 
     # The rules read the options, and what is given by name overrides them.
-    flags: list[str] = []
     for rule in speedrun.RULES:
         flags += [f"--{name}={value}" for name, value in rule(options).items()]
-        options = parse(SpeedrunOptions, ["--config", "speedrun", *flags, *argv], prog)
+        options = parse(SpeedrunOptions, [*flags, *argv], prog)
 
     # The plan; a process of many must not start its devices before it knows the others.
     ends = options.plan or bool(options.topology)

@@ -36,7 +36,7 @@ def write_sums(folder: Path) -> None:
 
 
 def write_lists(folder: Path) -> None:
-    """Write ``chats.jsonl``, to train a base on, and ``prompts.jsonl``, to learn from rewards."""
+    """Write ``chats.jsonl``, to learn answers from, and ``prompts.jsonl``, for rewards."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = random.Random(0)
     chats = []
