@@ -333,10 +333,10 @@ MISTAKES = [
     ),
     Mistake(  # subtle: a context that is too long by one token or more
         "evaluation and rewards",
-        "lab/harness.py",
-        "rows.append((context + continuation)[-self.max_length - 1 :])",
-        "rows.append((context + continuation)[-self.max_length :])",
-        "lab/test_harness.py",
+        "score/benchmarks.py",
+        "[option.ids[-max_length - 1 :] for option in options]",
+        "[option.ids[-max_length:] for option in options]",
+        "score/test_benchmarks.py",
     ),
     Mistake(
         "evaluation and rewards",

@@ -15,7 +15,7 @@ from playwright.sync_api import Page, sync_playwright
 
 RUNS = Path("runs")
 PICTURES = Path(__file__).parent / "pictures"
-QUESTIONS = ("What is your name?", "Who made you?", "What is 17 + 25?")
+QUESTIONS = ("What is your name?", "Who made you?", "List 17 and 25.")
 
 
 def save(page: Page, name: str, selector: str) -> None:

@@ -2,6 +2,7 @@
 desk.
 """
 
+import contextlib
 import io
 import json
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from helpers import trained_smollm
 from helpers_browser import SIZES, TEXTS, VISIBLE, chromium, contrast, faint, rgba
+from roads import write_settings
 
 from jllama.commands import cli
 from jllama.core.config import LlamaConfig
@@ -22,6 +24,24 @@ from jllama.training.report import COLORS
 
 pytestmark = pytest.mark.browser
 QUESTIONS = ["Where do you live, and who with?", "What <b>is</b> your name?"]
+RUN_WORDS = (
+    "step 60",
+    "trained",
+    "frozen",
+    "count",
+    "padding",
+    "loss (nats per token)",
+    QUESTIONS[1],
+)
+WORDS = {
+    "run": RUN_WORDS,
+    "runs": RUN_WORDS,
+    "card": (
+        *("Depth 1", "base", "chat", "rewards", "flops", "elapsed s", "bits per byte"),
+        *("loss (nats per token)", "reward", "minutes", "held out reward", "What is your name?"),
+        *("make a larger one", "python -m jllama chat run/rewards"),
+    ),
+}
 LOOK = """() => {
   const wide = [...document.querySelectorAll('.wide')];
   const inside = (each) => wide.some((box) => box !== each && box.contains(each));
@@ -41,7 +61,7 @@ LOOK = """() => {
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """The page of a run that learns chats by adapters, and one of two runs."""
+    """The page of a run that learns chats by adapters, one of two runs, and a report card."""
     folder = tmp_path_factory.mktemp("runs")
     said = ["In a lighthouse by the sea, with two goats.", "My name is Orla."]
     tokenizer = trained_smollm(["user assistant", *said, *QUESTIONS] * 3, 320)
@@ -78,7 +98,11 @@ def pages(tmp_path_factory):
         assert cli.run("train", [f"--{option}={value}" for option, value in flags.items()]) == 0
     page = folder / "both.html"
     assert cli.run("report", [*(str(folder / name) for name in runs), "--output", str(page)]) == 0
-    return {"run": folder / "chat_adapters" / "report.html", "runs": page}
+    with contextlib.chdir(folder):
+        write_settings(folder)
+        assert cli.run("speedrun", ["--config", "road.yaml"]) == 0
+    card = folder / "run" / "report.html"
+    return {"run": folder / "chat_adapters" / "report.html", "runs": page, "card": card}
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +125,7 @@ def browser():
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", ["run", "runs"])
+@pytest.mark.parametrize("name", WORDS)
 def test_a_page_is_whole_and_readable(pages, browser, name, size, scheme, tmp_path):
     seen, png, problems = browser(pages[name], size, scheme)
     (tmp_path / f"{name}_{size}_{scheme}.png").write_bytes(png)
@@ -120,9 +144,8 @@ def test_a_page_is_whole_and_readable(pages, browser, name, size, scheme, tmp_pa
     # What is written can be read, also in the charts.
     assert faint([text for text in seen["texts"] if text[0] != "■"], ground) == {}
     written = " ".join(text for text, *_ in seen["texts"])
-    for word in ("step 60", "trained", "frozen", "count", "padding", "loss (nats per token)"):
+    for word in WORDS[name]:
         assert word in written
-    assert QUESTIONS[1] in written
 
     # The curves are there, and can be seen: two colors of a run, or one of each.
     strokes = (rgba(color)[:3] for color in seen["lines"] if color.startswith("rgb"))

@@ -46,7 +46,7 @@ def test_commands_parse(command, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(cli, "_import_files", lambda paths: None)  # my_block.py, which is not there
     monkeypatch.setitem(BLOCKS, "relu_squared", Layer)
-    _, name, *argv = shlex.split(command)
+    _, name, *argv = shlex.split(command.partition(" > ")[0])
     if name == "-m":
         name, argv = cli._split_command(argv[1:])
     module = importlib.import_module(f"jllama.commands.{name.removesuffix('.py')}")

@@ -26,7 +26,7 @@ WITHOUT_EXAMPLE = """
     BatchSource
 """
 """Registries, errors, modules, and what docs/train.md has whole; their pages show them."""
-OPTIONAL = {"jllama.harness", "jllama.lab.harness", "jllama.__main__"}
+OPTIONAL = {"jllama.__main__"}
 MODULES = [
     module.name
     for module in pkgutil.walk_packages(jllama.__path__, "jllama.")

@@ -38,16 +38,15 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 ADD_ONS = {
     "lab": (
         "core core.config core.model core.ops core.parameters core.step data.batches data.config "
-        "data.datasets data.prompts data.tasks data.tokens "
-        "formats.receipt formats.registry formats.run formats.run_checkpoints formats.tensors "
-        "functional generation.generate generation.sampling_params generation.text kernels.int8 "
-        "kernels.shapes models models.build models.capture models.decode_params "
-        "models.language_model models.oracle models.presets models.rope_scaling parallel.config "
-        "parallel.sharding parallel.shards rl.scorer score.benchmarks score.scoring "
-        "system.devices system.errors system.files system.memory system.places system.progress "
-        "system.web templates.messages tokenizers.base "
-        "training.compiling training.config training.loop training.metrics training.opening "
-        "training.plan training.report training.trainable"
+        "data.datasets data.prompts data.tasks data.tokens formats.receipt formats.registry "
+        "formats.run formats.run_checkpoints formats.tensors functional generation.generate "
+        "generation.text kernels.int8 kernels.shapes models models.build models.capture "
+        "models.decode_params models.language_model models.oracle models.presets "
+        "models.rope_scaling parallel.config parallel.sharding parallel.shards rl.scorer "
+        "score.scoring system.devices system.errors system.files system.memory system.places "
+        "system.web templates.messages tokenizers.base training.compiling training.config "
+        "training.loop training.metrics training.opening training.plan training.report "
+        "training.trainable"
     ),
     "serve": (
         "core core.engine formats.receipt generation.engine generation.generate "

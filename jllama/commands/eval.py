@@ -1,4 +1,4 @@
-"""``jllama eval``: measure how well a model predicts text or solves tasks."""
+"""``jllama eval``: measure how well a model predicts text or answers benchmarks."""
 
 import dataclasses
 import json
@@ -12,29 +12,22 @@ from jllama.system.places import as_place
 from jllama.system.progress import progress
 from jllama.system.remote import fetch
 
-_USES = {
-    "--data": "text_field chat_template stride max_tokens",
-    "--data and --tasks": "window",
-    "--tasks": "include_path",
-    "--tasks and --benchmarks": "num_fewshot limit apply_chat_template",
-    "--benchmarks": "run_programs",
-}
-"""The options that only some of ``--data``, ``--tasks`` and ``--benchmarks`` use."""
+_OF_TEXT = "text_field chat_template window stride max_tokens"
+_OF_BENCHMARKS = "run_programs num_fewshot limit apply_chat_template"
 _COMMON = (
-    "adapter quantize data window stride max_tokens tasks benchmarks run_programs num_fewshot "
+    "adapter quantize data window stride max_tokens benchmarks run_programs num_fewshot "
     "limit batch_size json"
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalOptions(ModelOptions):
-    """Measure how well a model predicts text or the answers of chats, or solves tasks.
+    """Measure how well a model predicts text or the answers of chats, or answers benchmarks.
 
     Examples:
         runs/quickstart --data text.txt
         runs/chat_lora --data chats.jsonl
         smollm2/ --benchmarks core,mmlu --limit 100
-        model.gguf --tasks arc_easy,hellaswag --limit 100
 
     Args:
         data: a text file, a .jsonl file of texts, each scored by itself, or a .jsonl file of
@@ -43,16 +36,13 @@ class EvalOptions(ModelOptions):
         text_field: the field of a .jsonl file that holds the text.
         chat_template: a chat template in place of the model's own: a file, or llama2, llama3,
             chatml, mistral, phi4 or granite.
-        window: the maximum number of tokens that the model sees at once; 0 is its context, with
-            --data at most 2048.
+        window: the maximum number of tokens that the model sees at once; 0 is its context, at most
+            2048.
         stride: the number of new tokens that each window scores; 0 is half a window.
         max_tokens: the number of tokens to score, from the beginning; 0 is all.
-        tasks: names of lm-eval's tasks, separated by commas, in place of --data; this needs the
-            package lm-eval.
         benchmarks: core, arc_easy, arc_challenge, mmlu, gsm8k, humaneval or humaneval_instruct,
             or several, separated by commas.
         run_programs: let --benchmarks humaneval run programs that the model writes.
-        include_path: a folder with tasks of your own, as YAML files.
         num_fewshot: the number of solved examples before each question; the default is the
             task's own.
         limit: the number of questions of each task or subject; 0 is all.
@@ -67,10 +57,8 @@ class EvalOptions(ModelOptions):
     window: int = 0
     stride: int = 0
     max_tokens: int = 0
-    tasks: str = ""
     benchmarks: str = ""
     run_programs: bool = False
-    include_path: str = ""
     num_fewshot: int | None = None
     limit: int = 0
     apply_chat_template: bool = False
@@ -79,16 +67,14 @@ class EvalOptions(ModelOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        modes = [name for name in ("benchmarks", "tasks", "data") if getattr(self, name)]
-        if modes not in (["data"], ["tasks"], ["benchmarks"], ["benchmarks", "data"]):
+        if not self.data and not self.benchmarks:
             raise UsageError(
-                "give --data FILE, to measure how well a text is predicted, or --tasks of "
-                "lm-eval's, or --benchmarks"
+                "give --data FILE, to measure how well a text is predicted, or --benchmarks"
             )
-        for users, names in _USES.items():
-            for name in names.split():
-                if modes[0] not in users and getattr(self, name) != getattr(EvalOptions, name):
-                    raise UsageError(f"--{name} is for {users} alone: leave it out")
+        for name in (_OF_TEXT if self.benchmarks else _OF_BENCHMARKS).split():
+            if getattr(self, name) != getattr(EvalOptions, name):
+                where = "with" if self.benchmarks else "without"
+                raise UsageError(f"--{name} is not for use {where} --benchmarks: leave it out")
         if self.data and "," in self.benchmarks:
             raise UsageError("--data is of one benchmark: name one, or leave --data out")
         check_fields(
@@ -106,8 +92,6 @@ def main(argv: list[str], prog: str) -> int:
     options = parse(EvalOptions, argv, prog, ("checkpoint",), _COMMON)
     if options.benchmarks:
         _evaluate_benchmarks(options)
-    elif options.tasks:
-        _evaluate_tasks(options)
     else:
         _evaluate_text(options)
     return 0
@@ -174,25 +158,6 @@ def _evaluate_text(options: EvalOptions) -> None:
     for name, value in results.items():
         form = ",.4f" if isinstance(value, float) else ","
         print(f"{name:14} {value:{form}}")
-
-
-def _evaluate_tasks(options: EvalOptions) -> None:
-    from jllama.lab import harness  # needs lm-eval
-
-    names = [name.strip() for name in options.tasks.split(",") if name.strip()]
-    manager = harness.task_manager(names, options.include_path)  # before the model is loaded
-    model = options.load_model()
-    options.say_loaded(model)
-    results = harness.evaluate_tasks(
-        harness.JllamaLM(model, options.batch_size, options.window or None),
-        names,
-        manager,
-        limit=options.limit or None,
-        log_samples=False,
-        num_fewshot=options.num_fewshot,
-        apply_chat_template=options.apply_chat_template,
-    )
-    print(json.dumps(results["results"], indent=1) if options.json else harness.table(results))
 
 
 def _evaluate_benchmarks(options: EvalOptions) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -208,20 +208,11 @@ def _prompt(fields: Json, default: Prompt) -> Prompt:
         raise UsageError('it must be an object with a "prompt", such as {"prompt": "Once"}')
     sampling = {}
     ends = {}
-    for name, value in _line_settings(fields):
-        if name in _ENDS:
-            ends[name] = value
-        else:
-            sampling[name] = value
-    params = dataclasses.replace(default.sampling, **sampling)
-    return dataclasses.replace(default, content=fields["prompt"], sampling=params, **ends)
-
-
-def _line_settings(fields: Json) -> Iterator[tuple[str, Any]]:
-    """Yield the settings of a line, checked and converted from JSON."""
     for name, (expected, types, element_types) in _SETTINGS.items():
         if name not in fields:
             continue
+
+        # Check a setting.
         value = fields[name]
         elements = [value]
         keys = []
@@ -233,8 +224,15 @@ def _line_settings(fields: Json) -> Iterator[tuple[str, Any]]:
         has_types = type(value) in types and element_types.issuperset(map(type, elements))
         if not (has_types and all(map(str.isdecimal, keys))):
             raise UsageError(f"{name} is {json.dumps(value)}; it must be {expected}")
+
+        # Convert it from JSON.
         if isinstance(value, list):
             value = tuple(value)
         elif isinstance(value, dict):
             value = {int(id): number for id, number in value.items()}
-        yield name, value
+        if name in _ENDS:
+            ends[name] = value
+        else:
+            sampling[name] = value
+    params = dataclasses.replace(default.sampling, **sampling)
+    return dataclasses.replace(default, content=fields["prompt"], sampling=params, **ends)

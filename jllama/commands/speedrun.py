@@ -49,7 +49,7 @@ class SpeedrunOptions:
     run_dir: str = "runs/speedrun"
     corpus: str = "stdlib"
     chats: str = "persona"
-    tokens_per_parameter: float = 5.0
+    tokens_per_parameter: float = 2.0
     price: float = 0.0
     topology: str = ""
     plan: bool = False

@@ -196,7 +196,12 @@ def _verify_jllama(only: str, width: int) -> tuple[dict[str, Any], Iterable[Any]
         + mutations.mutation_checks()
         + attention.attention_checks()
     )
-    selected = [check for check in matrix if _is_selected(check.name, only)]
+    patterns = [f"*{part.strip().lower()}*" for part in only.split(",") if part.strip()]
+    selected = [
+        check
+        for check in matrix
+        if not patterns or any(fnmatch.fnmatch(check.name.lower(), pattern) for pattern in patterns)
+    ]
     if not selected:
         parts = {part for check in matrix for part in (check.group, check.row, check.column)}
         raise UsageError(
@@ -216,9 +221,3 @@ def _verify_jllama(only: str, width: int) -> tuple[dict[str, Any], Iterable[Any]
             if is_next_tenth and not sys.stderr.isatty():
                 print(f"{done} of {total} checks done: {result.name}", file=sys.stderr, flush=True)
     return checks.matrix_json(results), checks.matrix(results, width, time.perf_counter() - start_s)
-
-
-def _is_selected(name: str, only: str) -> bool:
-    """Return whether a check's name matches one of the parts, which are separated by commas."""
-    parts = [part.strip().lower() for part in only.split(",") if part.strip()]
-    return not parts or any(fnmatch.fnmatch(name.lower(), f"*{part}*") for part in parts)

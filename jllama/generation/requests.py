@@ -52,6 +52,7 @@ class Answer(NamedTuple):
     prompt_tokens: tuple[Token, ...] = ()  # if ``prompt_log_probs`` is set
     cached_tokens: int = 0  # prompt tokens that were taken from the prefix cache
     pooled: tuple[float, ...] = ()  # the sum of the activations or the last one, see ``pooling``
+    end: tuple[Token, ...] = ()  # the stop id that ended the text, if one did: it is no part of it
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -119,8 +120,15 @@ class Row(core.Row):
         completion = self.text.completion(self.drafted, self.accepted)
         num_tokens = len(completion.ids)
         tokens = tuple(self.tokens[:num_tokens])
-        prompt_tokens = tuple(self.prompt_tokens)
-        answer = Answer(completion, tokens, prompt_tokens, self.num_cached, tuple(self.pooled))
+        is_stopped = completion.finish_reason == "stop_id"
+        answer = Answer(
+            completion,
+            tokens,
+            tuple(self.prompt_tokens),
+            self.num_cached,
+            tuple(self.pooled),
+            tuple(self.tokens[num_tokens : num_tokens + is_stopped]),
+        )
         return [*self._emit(rest, num_tokens), answer]
 
     def _emit(self, text: str, num_tokens: int) -> list[Piece]:

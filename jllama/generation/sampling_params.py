@@ -83,11 +83,13 @@ class SamplingParams:
             if field.metadata:
                 check_fields(self, "", field.name, *field.metadata["check"])
         expected = "of finite numbers, at most 1e+30: ban with banned_ids"
-        check_fields(self, "", "logit_bias", _is_finite, expected)
-
-
-def _is_finite(biases: Mapping[int, float]) -> bool:
-    return all(abs(bias) <= _MAX for bias in biases.values())
+        check_fields(
+            self,
+            "",
+            "logit_bias",
+            lambda biases: all(abs(bias) <= _MAX for bias in biases.values()),
+            expected,
+        )
 
 
 class SamplingFields(TypedDict, total=False):

@@ -19,24 +19,14 @@ from jllama.generation.generate import generate
 from jllama.lab.speedrun import STAGES, training_flops
 from jllama.rl.scorer import Scorer
 from jllama.system.errors import shell_command
-from jllama.system.files import METRICS, Json, read_lines, write_json
+from jllama.system.files import METRICS, Json, read_lines, read_optional_json, write_json
 from jllama.templates.messages import find_template, message_ids
 from jllama.training.report import COLORS, LOOK, svg, table, write_page
 
 _SHOWN_PROMPTS = 4
 _REPLY_TOKENS = 24
-_ROWS = {
-    "step": "{:,}",
-    "tokens": "{:,}",
-    "flops": "{:.2g}",
-    "elapsed_s": "{:,.0f}",
-    "loss": "{:.3f}",
-    "validation_loss": "{:.3f}",
-    "bits_per_byte": "{:.3f}",
-    "bits_per_byte_of_gzip": "{}",
-    "held_out_reward": "{:.3f}",
-}
-"""Numbers of a stage on the page, and how they are written."""
+SCORES = "benchmarks.json"
+"""What ``jllama eval RUN --benchmarks NAMES --json`` printed, in the folder of a run."""
 
 
 def write_card(folder: Path, target: Path) -> None:
@@ -53,7 +43,7 @@ def write_card(folder: Path, target: Path) -> None:
     base = read_config(runs["base"])
     facts = next((line["facts"] for line in metrics["base"] if "facts" in line), {})
     if GZIP in facts:
-        numbers["base"]["bits_per_byte_of_gzip"] = facts[GZIP].partition(" ")[0]
+        numbers["base"]["bits_per_byte_of_gzip"] = float(facts[GZIP].partition(" ")[0])
 
     # What to run next.
     last = runs["rewards"]
@@ -62,18 +52,18 @@ def write_card(folder: Path, target: Path) -> None:
     commands = {
         "talk to it": shell_command("chat", last),
         "serve it": shell_command("serve", last),
+        "score it": shell_command("eval", last, "--benchmarks", "arc_easy", "--json")
+        + f" > {last / SCORES}",
         "make a larger one": shell_command("speedrun", *larger),
     }
 
     # The files.
     card = {"depth": depth, "facts": facts, "stages": numbers, "answers": answers}
     write_json(target.with_suffix(".json"), {**card, "next": commands})
-    cells = []
-    for row in numbers.values():
-        shown = {name: form for name, form in _ROWS.items() if row.get(name) is not None}
-        cells.append(
-            {name.replace("_", " "): form.format(row[name]) for name, form in shown.items()}
-        )
+    cells = [
+        {name.replace("_", " "): f"{value:,.4g}" for name, value in row.items()}
+        for row in numbers.values()
+    ]
     minutes = math.fsum(row["elapsed_s"] for row in numbers.values()) / 60
     flops = math.fsum(row["flops"] for row in numbers.values())
     parts = {
@@ -97,8 +87,16 @@ def _numbers(run: Path, metrics: Sequence[Mapping[str, Any]]) -> Json:
     tokens = logged["step"] * loop["batch_size"] * seq_len
     flops = tokens * training_flops(model, seq_len, bool(config["reward"]))
     numbers = {"tokens": tokens, "flops": flops}
-    for name in ("step", "elapsed_s", "loss", "validation_loss", "bits_per_byte"):
-        numbers[name] = logged.get(name)
+    names = ["step", "elapsed_s"]
+    if not config["reward"]:
+        names += ["loss", "validation_loss", "bits_per_byte"]
+    numbers |= {name: logged[name] for name in names if logged.get(name) is not None}
+    for benchmark, scores in read_optional_json(run / SCORES).items():
+        numbers |= {
+            f"{benchmark} {name}": value
+            for name, value in scores.items()
+            if "/" not in benchmark and "stderr" not in name  # not a part of one, nor its error
+        }
     return numbers
 
 

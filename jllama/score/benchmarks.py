@@ -6,7 +6,6 @@ templates as lm-eval's own Hugging Face model does it.
 """
 
 import csv
-import dataclasses
 import http.client
 import itertools
 import operator
@@ -178,7 +177,7 @@ def evaluate(
         if is_core:
             max_length -= 1  # as nanochat cuts
         options = [*itertools.chain.from_iterable(inputs)]
-        scores = iter(score_continuations(model, options, max_length, batch_size))
+        scores = iter(_score(model, options, max_length, batch_size))
         outputs = [[*itertools.islice(scores, len(group))] for group in inputs]
 
     # 3) Judge them, and take the means.
@@ -340,20 +339,22 @@ def _inputs(model: LanguageModel, question: Question, as_chat: bool) -> Any:
         turns = [*start, ("user", context, ""), ("assistant", prefix, "")]
         if as_chat:
             messages = [{"role": role, "content": text} for role, text, _ in turns if text]
-            contexts.append(chat_text(model, messages, not prefix))
+            contexts.append(_chat_text(model, messages, not prefix))
         else:
             contexts.append("".join(text + end for _, text, end in turns))
 
-    # 2) Encode the prompt of an answer.
+    # 2) Encode the prompt of an answer, cut on the left to leave room for its new tokens.
+    tokenizer = model.text_tokenizer
     max_length = model.config.max_seq_len
     if "stop" in definition:
         max_new_tokens = min(definition["max_new_tokens"], max_length // 2)
+        ids = prompt_ids(tokenizer, contexts[0])[max_new_tokens - max_length :]
+        stop_ids = (*model.stop_ids, tokenizer.eos_id)
         greedy = SamplingParams(temperature=0)
-        prompt = Prompt(contexts[0], greedy, max_new_tokens, definition["stop"])
-        return encode_cut_prompt(model, prompt, max_length)
+        prompt = Prompt(ids, greedy, max_new_tokens, definition["stop"], stop_ids=stop_ids)
+        return encode_prompt(model, prompt)
 
     # 3) Encode the options, and count the tokens of each that are scored.
-    tokenizer = model.text_tokenizer
     is_core = "chance" in definition
 
     def encode(text: str) -> list[int]:
@@ -384,16 +385,7 @@ def _inputs(model: LanguageModel, question: Question, as_chat: bool) -> Any:
     ]
 
 
-def encode_cut_prompt(model: LanguageModel, prompt: Prompt, max_length: int) -> Prompt:
-    """Encode a prompt, cut on the left to leave room for its new tokens; EOS ends its text, too."""
-    tokenizer = model.text_tokenizer
-    room = max_length - (prompt.max_new_tokens or 0)
-    ids = prompt_ids(tokenizer, str(prompt.content))[-room:]
-    stop_ids = (*model.stop_ids, tokenizer.eos_id)
-    return encode_prompt(model, dataclasses.replace(prompt, content=ids, stop_ids=stop_ids))
-
-
-def chat_text(model: LanguageModel, messages: Sequence[Json], add_generation_prompt: bool) -> str:
+def _chat_text(model: LanguageModel, messages: Sequence[Json], add_generation_prompt: bool) -> str:
     """Return a conversation as text, up to the next answer, or with its last message left open."""
     tokenizer = model.text_tokenizer
     template = find_template(tokenizer, model.chat_template)
@@ -406,31 +398,25 @@ def chat_text(model: LanguageModel, messages: Sequence[Json], add_generation_pro
     return text[: text.rindex(last) + len(last)]
 
 
-def score_continuations(
-    model: LanguageModel, continuations: Sequence[Continuation], max_length: int, batch_size: int
+def _score(
+    model: LanguageModel, options: Sequence[Continuation], max_length: int, batch_size: int
 ) -> list[TokenScores]:
-    """Score each text; a context that is too long is cut on the left. A bar shows the progress.
-
-    Args:
-        model: the model.
-        continuations: the texts.
-        max_length: the maximum number of tokens that the model sees at once.
-        batch_size: how many rows go through the model at once.
+    """Score each text, cut on the left to what the model sees at once. A bar shows the progress.
 
     Raises:
-        JllamaError: a text is longer than ``max_length``.
+        JllamaError: what is scored of a text is longer than ``max_length``.
     """
-    for text, _, count in continuations:
+    for text, _, count in options:
         if count > max_length:
             raise JllamaError(
-                f"the continuation {text[:20]!r}... has {count} tokens and max_length is "
-                f"{max_length}: leave the task out, or take a model with a longer context"
+                f"an option after {text[:20]!r}... has {count} tokens and the model's context is "
+                f"{max_length}: take a model with a longer context"
             )
     with progress("tokens scored") as move:
         return token_log_probs(
             model,
-            [continuation.ids[-max_length - 1 :] for continuation in continuations],
-            [continuation.num_scored for continuation in continuations],
+            [option.ids[-max_length - 1 :] for option in options],
+            [option.num_scored for option in options],
             batch_size=batch_size,
             on_progress=move,
         )

@@ -71,7 +71,8 @@ class Choice:
         if isinstance(self._body, Continuation):
             tokens = answer.tokens
             if self._body.echo:
-                tokens = answer.prompt_tokens + tokens
+                # Clients that score prompts count on a token after them, as lm-eval does.
+                tokens = answer.prompt_tokens + tokens + answer.end
             return self._part({"text": self._echoed + text}, self._log_probs(tokens), answer)
         message: Json = {"role": "assistant", "content": text, "refusal": None}
         if calls:

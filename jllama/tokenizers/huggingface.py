@@ -15,7 +15,6 @@ from jllama.system.errors import silent_stderr
 from jllama.system.files import Json, errors_as, read_optional_json, write_json
 from jllama.tokenizers.added_tokens import (
     CONFIG_NAME,
-    AddedToken,
     check_added_tokens,
     read_added_tokens,
 )
@@ -380,7 +379,11 @@ def load_huggingface_tokenizer(path: Path) -> HuggingFaceTokenizer:
         added = read_added_tokens(path.parent)
         missing = {id: token for id, token in added.items() if token.text not in ids_by_text}
         if missing:
-            content["added_tokens"] += [_added_entry(*item) for item in missing.items()]
+            flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+            content["added_tokens"] += [
+                {"id": id, "content": token.text, **flags, "special": token.is_special}
+                for id, token in missing.items()
+            ]
             ids_by_text |= {token.text: id for id, token in missing.items()}
             text = json.dumps(content, ensure_ascii=False)
 
@@ -404,12 +407,6 @@ def load_huggingface_tokenizer(path: Path) -> HuggingFaceTokenizer:
     tokenizer = HuggingFaceTokenizer(text, bos_id, eos_id, add_bos, str(path))
     check_added_tokens(tokenizer.texts, missing, path)
     return tokenizer
-
-
-def _added_entry(id: int, token: AddedToken) -> Json:
-    """Return a token as ``added_tokens`` of a ``tokenizer.json`` has it."""
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": id, "content": token.text, **flags, "special": token.is_special}
 
 
 def _special_id(

@@ -20,19 +20,6 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
 
 
-def describe_session(mesh: jax.sharding.Mesh) -> Json:
-    """Return what a session ran on: code, versions, device and flags."""
-    return {
-        "code": {"version": jllama.__version__, "sha256": source_hash()},
-        "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
-        "device": describe_devices(mesh),
-        "driver": describe_driver(mesh.devices.flat[0]),
-        "processes": jax.process_count(),
-        "flags": {name: os.environ[name] for name in _FLAGS if name in os.environ},
-    }
-
-
 def begin_receipt(plan: Plan) -> Json:
     """Return the receipt of a run that begins, or goes on after ``plan.step``, and write it."""
     step = plan.step
@@ -41,7 +28,17 @@ def begin_receipt(plan: Plan) -> Json:
     for name in ("sessions", "weights"):  # both by the step after which they were
         entries = before[name].items() if step else ()
         receipt[name] = {at: value for at, value in entries if int(at) <= step}
-    receipt["sessions"][str(step)] = describe_session(plan.mesh)
+
+    # What this session runs on: code, versions, device and flags.
+    receipt["sessions"][str(step)] = {
+        "code": {"version": jllama.__version__, "sha256": source_hash()},
+        "python": platform.python_version(),
+        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "device": describe_devices(plan.mesh),
+        "driver": describe_driver(plan.mesh.devices.flat[0]),
+        "processes": jax.process_count(),
+        "flags": {name: os.environ[name] for name in _FLAGS if name in os.environ},
+    }
     write_receipt(plan.folder, receipt)
     return receipt
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -128,20 +127,16 @@ MISTAKES = """
 1 model --data documents.jsonl --text_field body -> line 1 has no field 'body'
 1 bare --data text.txt -> bare has no tokenizer: put the one it was trained with beside its weights
 1 nowhere --data text.txt -> there is no checkpoint at nowhere
-2 model -> give --data FILE, to measure how well a text is predicted, or --tasks of lm-eval's
-2 model --data text.txt --tasks arc_easy -> give --data FILE, to measure
-2 model --benchmarks core --tasks arc_easy -> or --tasks of lm-eval's, or --benchmarks
+2 model -> give --data FILE, to measure how well a text is predicted, or --benchmarks
 2 model --data text.txt --window 33 -> it must be between 1 and the model's context of 32
 2 model --data text.txt --window 8 --stride 9 -> it must be between 1 and the window of 8
 2 model --data text.txt --stride -1 -> stride is -1; it must be 0 or more
 2 model --data text.txt --batch_size 0 -> batch_size is 0; it must be at least 1
 2 model --data text.txt --step 3 -> is not a training run, so it has no step 3: leave out the step
-2 model --data text.txt --limit 3 -> --limit is for --tasks and --benchmarks alone: leave it out
-2 model --data text.txt --num_fewshot 0 -> --num_fewshot is for --tasks and --benchmarks alone
-2 model --data text.txt --run_programs -> --run_programs is for --benchmarks alone: leave it out
-2 model --tasks arc_easy --run_programs -> --run_programs is for --benchmarks alone: leave it out
-2 model --benchmarks core --window 8 -> --window is for --data and --tasks alone: leave it out
-2 model --benchmarks core --include_path a -> --include_path is for --tasks alone: leave it out
+2 model --data text.txt --limit 3 -> --limit is not for use without --benchmarks: leave it out
+2 model --data text.txt --num_fewshot 0 -> --num_fewshot is not for use without --benchmarks
+2 model --data text.txt --run_programs -> --run_programs is not for use without --benchmarks
+2 model --benchmarks core --window 8 -> --window is not for use with --benchmarks: leave it out
 2 model --benchmarks core,mmlu --data a -> --data is of one benchmark: name one, or
 2 model --benchmarks core,arc_esy -> there is no benchmark arc_esy; did you mean arc_easy?
 2 model --benchmarks humaneval -> with limits of time, memory and files: allow it by --run_programs
@@ -150,8 +145,8 @@ MISTAKES = """
 1 model --benchmarks core --data missing.zip -> missing.zip is no bundle of CORE, or
 1 model --benchmarks arc_easy --data documents.jsonl -> line 1: 'question' is undefined
 1 bare --benchmarks arc_easy --data documents.jsonl -> bare has no tokenizer
-2 model --tasks arc_easy --stride 3 -> --stride is for --data alone: leave it out
-2 model --tasks arc_easy --text_field body -> --text_field is for --data alone: leave it out
+2 model --benchmarks core --stride 3 -> --stride is not for use with --benchmarks: leave it out
+2 model --benchmarks core --text_field body -> --text_field is not for use with --benchmarks
 2 --data text.txt -> checkpoint is missing; usage: python -m jllama eval CHECKPOINT [options]
 """
 
@@ -312,12 +307,3 @@ def test_results_are_printed_if_a_later_benchmark_fails(place, monkeypatch, caps
     # Without any result, nothing is printed.
     assert evaluate_benchmarks(place, "--benchmarks", "mmlu", *arguments) == 1
     assert capsys.readouterr().out == ""
-
-
-def test_tasks_without_lm_eval(place, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "lm_eval.api.instance", None)
-    monkeypatch.delitem(sys.modules, "jllama.lab.harness", raising=False)
-    monkeypatch.delattr("jllama.lab.harness", raising=False)
-    assert cli.run("eval", [str(place / "model"), "--tasks", "arc_easy"]) == 1
-    assert "error: lm-eval's tasks need its package" in (said := capsys.readouterr().err)
-    assert said.endswith("pip install 'jllama[eval]'\n")

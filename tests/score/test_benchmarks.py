@@ -608,5 +608,5 @@ def test_an_option_that_is_too_long(tmp_path):
     assert evaluate(model, "arc_easy", str(tmp_path))["arc_easy"]["questions"] == 1
     long = {"text": ["a" * 500, "b"], "label": ["A", "B"]}
     write_rows(tmp_path / "test.jsonl", [ARC | {"choices": long}])
-    with pytest.raises(JllamaError, match="has 501 tokens and max_length is 400: leave the task"):
+    with pytest.raises(JllamaError, match="has 501 tokens and the model's context is 400: take"):
         evaluate(model, "arc_easy", str(tmp_path))

@@ -1,96 +1,90 @@
 """Benchmarks have the results of lm-eval's own tasks, whose definitions are read from its package,
-on local data.
+with its own Hugging Face model, on local data.
 
-Marked ``lm_eval``; see ``tests/lab/test_harness.py``.
+Marked ``lm_eval``; see ``tests/helpers_lm_eval.py``.
 """
 
-import dataclasses
 import itertools
 import json
-import os
 import random
 import zlib
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
+import lm_eval.tasks
 import numpy as np
 import pytest
 import yaml
-
-os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = (
-    "1"  # read when lm-eval is imported
-)
-pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install -e '.[eval]'")
-
-import lm_eval.tasks
-from helpers import trained_smollm
+from helpers_lm_eval import TOKENIZERS, hugging_face_model, random_model
 from lm_eval.evaluator import simple_evaluate
-from models import SMALL
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
 
 from jllama.generation.text import Completion
-from jllama.lab import harness
-from jllama.lab.checks import random_params
-from jllama.lab.harness import JllamaLM, task_manager
-from jllama.models.language_model import LanguageModel
 from jllama.score import benchmarks
 from jllama.score.benchmarks import evaluate
 from jllama.score.scoring import TokenScores
-from jllama.tokenizers.sentencepiece import train_sentencepiece
 
 pytestmark = pytest.mark.lm_eval
 
 OWN = Path(lm_eval.tasks.__file__).parent
-SENTENCES = [
-    "the cat sat on the mat, and the other cats sat on the other mats",
-    "a question is asked: what is it that sat on the mat? the answer is a cat",
-]
-CHAT = (
-    "{{ bos_token }}{% for m in messages %}"
-    "[{{ m.role }}] {{ m.content | trim }}{{ eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant] {% endif %}"
-)
-TOKENIZERS = {
-    "without BOS": trained_smollm(SENTENCES, 300),
-    "with BOS": train_sentencepiece([f"{s}\n" for s in SENTENCES], 310),
-}
 WORDS = ["the", "cat", "sat", "on", "mats", "question", "asked", "answer", ""]
 SUBJECTS = ["virology", "world_religions", "abstract_algebra"]
 
 
 @pytest.fixture(params=TOKENIZERS)
 def model(request):
-    tokenizer = TOKENIZERS[request.param]
-    config = dataclasses.replace(SMALL, vocab_size=310, max_seq_len=2048)
-    params = jax.tree.map(jnp.asarray, random_params(config, 0))
-    return LanguageModel(config, params, tokenizer, CHAT, (tokenizer.eos_id,))
+    return random_model(request.param, 2048)
 
 
-def seed_of(ids):
-    return zlib.crc32(np.asarray(ids, np.int32).tobytes())
+# Random scores and texts by the tokens that they follow, so that other tokens have others.
 
 
-@pytest.fixture(autouse=True)
-def without_a_model(monkeypatch):
-    """Random scores and texts by the tokens that they follow, so that other tokens have others."""
+def drawn_scores(ids, count):
+    seed = zlib.crc32(np.asarray(ids, np.int32).tobytes())
+    return -np.random.default_rng(seed).exponential(size=count)
 
-    def score(model, rows, counts, *, batch_size, on_progress):
-        rngs = [np.random.default_rng(seed_of(row)) for row in rows]
+
+def drawn_text(ids, max_new_tokens, stop):
+    rng = random.Random(repr(([*map(int, ids)], max_new_tokens, stop)))
+    number = rng.choice(["1", "2", "1,002", "$2", "2.", "-1", "x"])
+    text = f"{rng.choice('12x')} {rng.choice(['#### ', '####', ''])}{number}"
+    return text + rng.choice(["", ".", " cats"])
+
+
+class Drawn(HFLM):
+    """lm-eval's model up to the tokens, whose scores and texts are drawn."""
+
+    def _loglikelihood_tokens(self, requests, **ignored):
+        rows = [(context + rest, len(rest)) for _, context, rest in requests]
         return [
-            TokenScores(-rng.exponential(size=count), np.ones(count, bool))
-            for rng, count in zip(rngs, counts, strict=True)
+            (float(drawn_scores(ids[-self.max_length - 1 :], count).sum()), True)
+            for ids, count in rows
         ]
+
+    def generate_until(self, requests, disable_tqdm=False):
+        texts = []
+        for request in requests:
+            context, arguments = request.args
+            room = self.max_length - 256
+            (ids,), _ = self.tok_batch_encode([context], left_truncate_len=room)
+            texts.append(drawn_text(ids, 256, arguments["until"]))
+        return texts
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    def score(model, rows, counts, *, batch_size, on_progress):
+        pairs = zip(rows, counts, strict=True)
+        return [TokenScores(drawn_scores(*pair), np.ones(pair[1], bool)) for pair in pairs]
 
     def complete(model, prompts, batch_size):
         for index, prompt in enumerate(prompts):
-            rng = random.Random(seed_of([*prompt.ids, prompt.max_new_tokens, *prompt.stop_ids]))
-            number = rng.choice(["1", "2", "1,002", "$2", "2.", "-1", "x"])
-            text = f"{rng.choice('12x')} {rng.choice(['#### ', '####', ''])}{number}"
-            yield index, Completion(text + rng.choice(["", ".", " cats"]), [], "length", [])
+            text = drawn_text(prompt.ids, prompt.max_new_tokens, [*prompt.stop])
+            yield index, Completion(text, [], "length", [])
 
     monkeypatch.setattr(benchmarks, "token_log_probs", score)
-    for module in (benchmarks, harness):
-        monkeypatch.setattr(module, "completions", complete)
+    monkeypatch.setattr(benchmarks, "completions", complete)
+    return Drawn
 
 
 def write(folder, split, rows):
@@ -136,7 +130,7 @@ def gsm8k_rows(rng, count):
     ]
 
 
-def results_of_lm_eval(model, folder, tasks, **options):
+def results_of_lm_eval(model, folder, tasks, kind=HFLM, **options):
     """Evaluate tasks, from their YAML's content, their name and their files."""
     for name, content, files in tasks:
         kwargs = {"data_files": files, "cache_dir": str(folder / "cache")}
@@ -144,11 +138,10 @@ def results_of_lm_eval(model, folder, tasks, **options):
         for unused in ("dataset_name", "validation_split", "training_split", "tag", "include"):
             content.pop(unused, None)
         (folder / f"{name}.yaml").write_text(yaml.safe_dump({**content, **data}))
+    lm = hugging_face_model(model, folder / "hf", kind)
     names = [name for name, _, _ in tasks]
-    manager = task_manager(names, str(folder))
-    result = simple_evaluate(
-        JllamaLM(model), tasks=names, task_manager=manager, bootstrap_iters=1, **options
-    )
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
+    result = simple_evaluate(lm, tasks=names, task_manager=manager, bootstrap_iters=1, **options)
     return result["results"]
 
 
@@ -160,13 +153,13 @@ OPTIONS = [(None, False, 0), (2, False, 9), (None, True, 0), (2, True, 9)]
 
 
 @pytest.mark.parametrize(("fewshot", "as_chat", "limit"), OPTIONS)
-def test_arc(model, tmp_path, fewshot, as_chat, limit):
+def test_arc(model, drawn, tmp_path, fewshot, as_chat, limit):
     rng = random.Random(1)
     files = {name: write(tmp_path / "data", name, arc_rows(rng, 40)) for name in ("train", "test")}
     content = {**content_of("arc/arc_easy.yaml"), "fewshot_split": "train"}
     options = {"apply_chat_template": as_chat, "num_fewshot": fewshot}
     expected = results_of_lm_eval(
-        model, tmp_path, [("local_arc", content, files)], limit=limit or None, **options
+        model, tmp_path, [("local_arc", content, files)], drawn, limit=limit or None, **options
     )["local_arc"]
     challenge = {**content, **content_of("arc/arc_challenge.yaml")}
     assert {name for name in challenge if challenge[name] != content.get(name)} <= {
@@ -185,7 +178,7 @@ def test_arc(model, tmp_path, fewshot, as_chat, limit):
 
 
 @pytest.mark.parametrize(("fewshot", "as_chat", "limit"), OPTIONS)
-def test_mmlu(model, tmp_path, fewshot, as_chat, limit):
+def test_mmlu(model, drawn, tmp_path, fewshot, as_chat, limit):
     rng = random.Random(2)
     rows = {
         split: {
@@ -204,7 +197,7 @@ def test_mmlu(model, tmp_path, fewshot, as_chat, limit):
     for split, by_subject in rows.items():
         write(tmp_path / "all", split, [*itertools.chain.from_iterable(by_subject.values())])
     options = {"apply_chat_template": as_chat, "num_fewshot": fewshot}
-    expected = results_of_lm_eval(model, tmp_path, tasks, limit=limit or None, **options)
+    expected = results_of_lm_eval(model, tmp_path, tasks, drawn, limit=limit or None, **options)
     actual = evaluate(model, "mmlu", str(tmp_path / "all"), limit=limit, **options)
     accuracies = [expected[f"local_{subject}"]["acc,none"] for subject in SUBJECTS]
     assert len({*accuracies}) > 1
@@ -232,7 +225,7 @@ def test_the_subjects_of_mmlu_have_lm_evals_categories_and_descriptions(tmp_path
 
 
 @pytest.mark.parametrize(("fewshot", "as_chat", "limit"), OPTIONS)
-def test_gsm8k(model, tmp_path, fewshot, as_chat, limit):
+def test_gsm8k(model, drawn, tmp_path, fewshot, as_chat, limit):
     rng = random.Random(3)
     files = {
         name: write(tmp_path / "data", name, gsm8k_rows(rng, 60)) for name in ("train", "test")
@@ -240,7 +233,7 @@ def test_gsm8k(model, tmp_path, fewshot, as_chat, limit):
     content = content_of("gsm8k/gsm8k.yaml")
     options = {"apply_chat_template": as_chat, "num_fewshot": fewshot}
     expected = results_of_lm_eval(
-        model, tmp_path, [("local_gsm8k", content, files)], limit=limit or None, **options
+        model, tmp_path, [("local_gsm8k", content, files)], drawn, limit=limit or None, **options
     )["local_gsm8k"]
     actual = evaluate(model, "gsm8k", str(tmp_path / "data"), limit=limit, **options)["gsm8k"]
     for metric, name in (
@@ -250,6 +243,17 @@ def test_gsm8k(model, tmp_path, fewshot, as_chat, limit):
         assert actual[metric] == pytest.approx(expected[f"exact_match,{name}"])
     if not limit:
         assert 0 < actual["strict_match"] < actual["flexible_extract"] < 1
+
+
+def test_a_whole_model(model, tmp_path):
+    """Nothing is drawn: the log-probabilities and the answers are those of transformers."""
+    rng = random.Random(4)
+    files = {"test": write(tmp_path / "arc", "test", arc_rows(rng, 60))}
+    tasks = [("local_arc", content_of("arc/arc_easy.yaml"), files)]
+    expected = results_of_lm_eval(model, tmp_path, tasks)["local_arc"]
+    actual = evaluate(model, "arc_easy", files["test"])["arc_easy"]
+    for metric in ("acc", "acc_norm"):
+        assert actual[metric] == pytest.approx(expected[f"{metric},none"])
 
 
 @pytest.mark.parametrize("name", ["humaneval", "humaneval_instruct"])
