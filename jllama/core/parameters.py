@@ -130,8 +130,8 @@ def _qk_norm(kind: str, axes: str, huggingface: str, gguf: str) -> Parameter:
 
 
 PARAMETERS = {
-    # Rows of the embedding are looked up, not summed. If it is tied, it makes the logits, which
-    # must start near zero (loss = ln vocab_size): hence the gain.
+    # If the embedding is tied, it makes the logits, which must start near zero (loss = ln
+    # vocab_size): hence the gain.
     "embed": _row(
         "vocab *embed",
         meta="tok_embeddings",
@@ -315,8 +315,11 @@ def initial_std(parameter: Parameter, config: LlamaConfig) -> float:
     """Return the standard deviation of a matrix's initial values.
 
     ``gain / sqrt(number of inputs)``, divided by ``sqrt(2 * num_layers)`` for a ``residual``
-    matrix.
+    matrix. An embedding that does not make the logits has 1, as its rows are not summed (Takase et
+    al. 2023, arXiv:2312.16903).
     """
+    if parameter is PARAMETERS["embed"] and not config.tie_embeddings:
+        return 1.0
     depth = 2 * config.num_layers if parameter.residual else 1
     return parameter.gain / math.sqrt(matrix_shape(parameter, config)[-1] * depth)
 

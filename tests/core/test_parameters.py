@@ -19,6 +19,7 @@ from jllama.commands.doctor import summary_table
 from jllama.core.config import LlamaConfig
 from jllama.core.model import abstract_params, initial_params
 from jllama.core.parameters import (
+    PARAMETERS,
     count_parameters,
     initial_std,
     map_by_path,
@@ -97,7 +98,7 @@ def test_initial_values_of_every_leaf(draws):
     embed = 1 / math.sqrt(256)
     residual = 1 / math.sqrt(2 * 3)
     expected = dict.fromkeys(("wq", "wk", "wv", "w_gate", "w_up"), embed)
-    expected |= {"embed": 0.25 * embed, "lm_head": 0.25 * embed}
+    expected |= {"embed": 1.0, "lm_head": 0.25 * embed}
     expected |= {"wo": residual / math.sqrt(4 * 48), "w_down": residual / math.sqrt(320)}
     for path, row in parameter_table(SMALL).items():
         values, std = np.float64(draws[path]), expected.get(path.rpartition("/")[2])
@@ -111,6 +112,8 @@ def test_initial_values_of_every_leaf(draws):
             assert abs(layer.mean()) < 4 * std / math.sqrt(layer.size)
             kurtosis = np.mean((layer / layer.std()) ** 4)
             assert kurtosis == pytest.approx(3, abs=0.25)  # normal; a uniform draw has 1.8
+    tied = dataclasses.replace(SMALL, tie_embeddings=True)
+    assert initial_std(PARAMETERS["embed"], tied) == pytest.approx(0.25 * embed, rel=1e-12)
 
 
 def test_no_two_matrices_and_no_two_layers_share_their_draws(draws):
