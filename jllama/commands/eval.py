@@ -73,8 +73,8 @@ class EvalOptions(ModelOptions):
             )
         for name in (_OF_TEXT if self.benchmarks else _OF_BENCHMARKS).split():
             if getattr(self, name) != getattr(EvalOptions, name):
-                where = "with" if self.benchmarks else "without"
-                raise UsageError(f"--{name} is not for use {where} --benchmarks: leave it out")
+                user = "--data" if self.benchmarks else "--benchmarks"
+                raise UsageError(f"--{name} is for {user} alone: leave it out")
         if self.data and "," in self.benchmarks:
             raise UsageError("--data is of one benchmark: name one, or leave --data out")
         check_fields(

@@ -257,9 +257,11 @@ class LlamaConfig:
                 f"embed_dim {self.embed_dim} is not divisible by num_heads {self.num_heads}: "
                 "change one of them or give head_dim"
             )
-        object.__setattr__(self, "num_kv_heads", self.num_kv_heads or self.num_heads)
-        object.__setattr__(self, "head_dim", self.head_dim or self.embed_dim // self.num_heads)
-        object.__setattr__(self, "mlp_dim", self.mlp_dim or llama_mlp_dim(self.embed_dim))
+        vars(self).update(  # as it is frozen
+            num_kv_heads=self.num_kv_heads or self.num_heads,
+            head_dim=self.head_dim or self.embed_dim // self.num_heads,
+            mlp_dim=self.mlp_dim or llama_mlp_dim(self.embed_dim),
+        )
         if self.num_heads % self.num_kv_heads:
             raise UsageError(
                 f"num_heads {self.num_heads} is not divisible by num_kv_heads "

@@ -315,11 +315,11 @@ def initial_std(parameter: Parameter, config: LlamaConfig) -> float:
     """Return the standard deviation of a matrix's initial values.
 
     ``gain / sqrt(number of inputs)``, divided by ``sqrt(2 * num_layers)`` for a ``residual``
-    matrix. An embedding that does not make the logits has 1, as its rows are not summed (Takase et
-    al. 2023, arXiv:2312.16903).
+    matrix. An embedding that does not make the logits has 1 after its multiplier, as its rows are
+    not summed (Takase et al. 2023, arXiv:2312.16903).
     """
     if parameter is PARAMETERS["embed"] and not config.tie_embeddings:
-        return 1.0
+        return 1 / config.embedding_multiplier
     depth = 2 * config.num_layers if parameter.residual else 1
     return parameter.gain / math.sqrt(matrix_shape(parameter, config)[-1] * depth)
 

@@ -120,14 +120,16 @@ class Row(core.Row):
         completion = self.text.completion(self.drafted, self.accepted)
         num_tokens = len(completion.ids)
         tokens = tuple(self.tokens[:num_tokens])
-        is_stopped = completion.finish_reason == "stop_id"
+        end = ()
+        if completion.finish_reason == "stop_id":
+            end = (self.tokens[num_tokens],)
         answer = Answer(
             completion,
             tokens,
             tuple(self.prompt_tokens),
             self.num_cached,
             tuple(self.pooled),
-            tuple(self.tokens[num_tokens : num_tokens + is_stopped]),
+            end,
         )
         return [*self._emit(rest, num_tokens), answer]
 

@@ -1,1 +1,1 @@
-"""Checks of jllama, of other programs and of runs; plans for absent devices; lm-eval."""
+"""Checks of jllama, of other programs and of runs; plans for absent devices; ``speedrun``."""

@@ -52,8 +52,6 @@ def write_card(folder: Path, target: Path) -> None:
     commands = {
         "talk to it": shell_command("chat", last),
         "serve it": shell_command("serve", last),
-        "score it": shell_command("eval", last, "--benchmarks", "arc_easy", "--json")
-        + f" > {last / SCORES}",
         "make a larger one": shell_command("speedrun", *larger),
     }
 
@@ -61,7 +59,10 @@ def write_card(folder: Path, target: Path) -> None:
     card = {"depth": depth, "facts": facts, "stages": numbers, "answers": answers}
     write_json(target.with_suffix(".json"), {**card, "next": commands})
     cells = [
-        {name.replace("_", " "): f"{value:,.4g}" for name, value in row.items()}
+        {
+            name.replace("_", " "): f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+            for name, value in row.items()
+        }
         for row in numbers.values()
     ]
     minutes = math.fsum(row["elapsed_s"] for row in numbers.values()) / 60

@@ -77,9 +77,9 @@ program that was written to break out of it."""
 
 
 class Continuation(NamedTuple):
-    """A text after a context, as tokens."""
+    """A context and a text after it, as tokens."""
 
-    text: str  # for messages
+    text: str  # both, for messages
     ids: Any  # of the context and the text
     num_scored: int  # how many of the last ``ids`` are the text's
 
@@ -409,7 +409,7 @@ def _score(
     for text, _, count in options:
         if count > max_length:
             raise JllamaError(
-                f"an option after {text[:20]!r}... has {count} tokens and the model's context is "
+                f"the option ...{text[-20:]!r} has {count} tokens and the model's context is "
                 f"{max_length}: take a model with a longer context"
             )
     with progress("tokens scored") as move:

@@ -71,7 +71,7 @@ class Choice:
         if isinstance(self._body, Continuation):
             tokens = answer.tokens
             if self._body.echo:
-                # Clients that score prompts count on a token after them, as lm-eval does.
+                # lm-eval counts on a token after the prompt, also if that is a stop.
                 tokens = answer.prompt_tokens + tokens + answer.end
             return self._part({"text": self._echoed + text}, self._log_probs(tokens), answer)
         message: Json = {"role": "assistant", "content": text, "refusal": None}

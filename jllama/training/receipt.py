@@ -29,7 +29,7 @@ def begin_receipt(plan: Plan) -> Json:
         entries = before[name].items() if step else ()
         receipt[name] = {at: value for at, value in entries if int(at) <= step}
 
-    # What this session runs on: code, versions, device and flags.
+    # Code, versions, device and flags of this session.
     receipt["sessions"][str(step)] = {
         "code": {"version": jllama.__version__, "sha256": source_hash()},
         "python": platform.python_version(),

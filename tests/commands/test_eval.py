@@ -133,10 +133,10 @@ MISTAKES = """
 2 model --data text.txt --stride -1 -> stride is -1; it must be 0 or more
 2 model --data text.txt --batch_size 0 -> batch_size is 0; it must be at least 1
 2 model --data text.txt --step 3 -> is not a training run, so it has no step 3: leave out the step
-2 model --data text.txt --limit 3 -> --limit is not for use without --benchmarks: leave it out
-2 model --data text.txt --num_fewshot 0 -> --num_fewshot is not for use without --benchmarks
-2 model --data text.txt --run_programs -> --run_programs is not for use without --benchmarks
-2 model --benchmarks core --window 8 -> --window is not for use with --benchmarks: leave it out
+2 model --data text.txt --limit 3 -> --limit is for --benchmarks alone: leave it out
+2 model --data text.txt --num_fewshot 0 -> --num_fewshot is for --benchmarks alone
+2 model --data text.txt --run_programs -> --run_programs is for --benchmarks alone
+2 model --benchmarks core --window 8 -> --window is for --data alone: leave it out
 2 model --benchmarks core,mmlu --data a -> --data is of one benchmark: name one, or
 2 model --benchmarks core,arc_esy -> there is no benchmark arc_esy; did you mean arc_easy?
 2 model --benchmarks humaneval -> with limits of time, memory and files: allow it by --run_programs
@@ -145,8 +145,8 @@ MISTAKES = """
 1 model --benchmarks core --data missing.zip -> missing.zip is no bundle of CORE, or
 1 model --benchmarks arc_easy --data documents.jsonl -> line 1: 'question' is undefined
 1 bare --benchmarks arc_easy --data documents.jsonl -> bare has no tokenizer
-2 model --benchmarks core --stride 3 -> --stride is not for use with --benchmarks: leave it out
-2 model --benchmarks core --text_field body -> --text_field is not for use with --benchmarks
+2 model --benchmarks core --stride 3 -> --stride is for --data alone: leave it out
+2 model --benchmarks core --text_field body -> --text_field is for --data alone
 2 --data text.txt -> checkpoint is missing; usage: python -m jllama eval CHECKPOINT [options]
 """
 

@@ -114,6 +114,8 @@ def test_initial_values_of_every_leaf(draws):
             assert kurtosis == pytest.approx(3, abs=0.25)  # normal; a uniform draw has 1.8
     tied = dataclasses.replace(SMALL, tie_embeddings=True)
     assert initial_std(PARAMETERS["embed"], tied) == pytest.approx(0.25 * embed, rel=1e-12)
+    multiplied = dataclasses.replace(SMALL, embedding_multiplier=4.0)
+    assert initial_std(PARAMETERS["embed"], multiplied) == 0.25
 
 
 def test_no_two_matrices_and_no_two_layers_share_their_draws(draws):

@@ -10,11 +10,11 @@ import random
 import zlib
 from pathlib import Path
 
-import lm_eval.tasks
 import numpy as np
 import pytest
 import yaml
 from helpers_lm_eval import TOKENIZERS, hugging_face_model, random_model
+from lm_eval import tasks as lm_eval_tasks
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
@@ -26,7 +26,7 @@ from jllama.score.scoring import TokenScores
 
 pytestmark = pytest.mark.lm_eval
 
-OWN = Path(lm_eval.tasks.__file__).parent
+OWN = Path(lm_eval_tasks.__file__).parent
 WORDS = ["the", "cat", "sat", "on", "mats", "question", "asked", "answer", ""]
 SUBJECTS = ["virology", "world_religions", "abstract_algebra"]
 
@@ -246,7 +246,7 @@ def test_gsm8k(model, drawn, tmp_path, fewshot, as_chat, limit):
 
 
 def test_a_whole_model(model, tmp_path):
-    """Nothing is drawn: the log-probabilities and the answers are those of transformers."""
+    """Nothing is drawn: transformers finds the same options likeliest."""
     rng = random.Random(4)
     files = {"test": write(tmp_path / "arc", "test", arc_rows(rng, 60))}
     tasks = [("local_arc", content_of("arc/arc_easy.yaml"), files)]

@@ -241,6 +241,19 @@ def test_log_probabilities_of_a_prompt(answer_to, engine):
     assert without["logprobs"] == scores | {"top_logprobs": [None] * 5}
 
 
+def test_a_stop_after_an_echoed_prompt_has_its_log_probability(answer_to):
+    """lm-eval leaves out the last one, which it takes for that of a new token."""
+    fields = {"prompt": "hé!", "echo": True, "logprobs": 1, "max_tokens": 1}
+    fields["logit_bias"] = {"2": 100}
+    answer = answer_to(COMPLETIONS, fields)
+    (choice,) = answer["choices"]
+    scores = choice["logprobs"]
+    assert (choice["text"], choice["finish_reason"]) == ("hé!", "stop")
+    assert scores["tokens"] == ["<s>", "h", r"bytes:\xc3", r"bytes:\xa9", "!", "</s>"]
+    assert len(scores["token_logprobs"]) == len(scores["text_offset"]) == 6
+    assert answer["usage"]["completion_tokens"] == 0
+
+
 def test_parts_of_characters_are_kept_apart(answer_to):
     """The likeliest token is the one whose name has the highest value, as lm-eval takes it."""
     fields = {"prompt": "é世🙂" * 4, "max_tokens": 0, "echo": True, "logprobs": 5}

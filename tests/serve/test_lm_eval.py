@@ -12,6 +12,7 @@ import pytest
 import yaml
 from helpers_lm_eval import SENTENCES, TOKENIZERS, hugging_face_model, random_model
 from helpers_serve import listening, started
+from lm_eval.api.instance import Instance
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 from lm_eval.tasks import TaskManager
@@ -70,12 +71,12 @@ def ending(model):
 def models(request, tmp_path_factory):
     """Two models by name: of the server, and lm-eval's own; the context has 128 tokens."""
     model = random_model(request.param, 128)
-    served = {"as it is": model, "ending": ending(model)}
+    served = {"plain": model, "ending": ending(model)}
     pairs = {}
     with started(served) as engine, listening(engine) as (url, _):
-        for name, each in served.items():
+        for name, served_model in served.items():
             folder = tmp_path_factory.mktemp("peer") / "hf"
-            peer = hugging_face_model(each, folder)
+            peer = hugging_face_model(served_model, folder)
             client = LocalCompletionsAPI(
                 f"{url}/v1/completions",
                 model=name,
@@ -126,11 +127,9 @@ def assert_same_scores(actual, expected):
 
 @pytest.mark.parametrize("options", [{}, {"num_fewshot": 1}, {"apply_chat_template": True}])
 def test_numbers_are_those_of_the_hugging_face_model(models, tasks, options):
-    client, peer = models["as it is"]
-    # The template writes BOS.
-    client.add_bos_token = client.tokenizer("a").input_ids[0] == 1 and not options.get(
-        "apply_chat_template"
-    )
+    client, peer = models["plain"]
+    adds_bos = client.tokenizer("a").input_ids[0] == 1
+    client.add_bos_token = adds_bos and "apply_chat_template" not in options  # which writes BOS
     actual, expected = (evaluate(lm, tasks, TASKS, **options) for lm in (client, peer))
     assert_same_scores(actual, expected)
     # transformers decodes an answer by itself, where SentencePiece drops a space at its beginning.
@@ -139,6 +138,7 @@ def test_numbers_are_those_of_the_hugging_face_model(models, tasks, options):
         for result in (actual, expected)
     )
     assert answers == reference
+    assert len({*answers}) > 2
     if "apply_chat_template" in options:  # which whole texts do not go through
         return
     log_probs = [np.array(responses(result, "local_texts")) for result in (actual, expected)]
@@ -151,5 +151,9 @@ def test_numbers_are_those_of_the_hugging_face_model(models, tasks, options):
 
 def test_a_text_that_ends_at_once_is_scored_to_its_end(models, tasks):
     """lm-eval leaves out the last log-probability, which it takes for that of a new token."""
+    client, _ = models["ending"]
+    request = Instance("generate_until", {}, ("the cat", {"max_gen_toks": 9}), 0)
+    (text,) = client.generate_until([request])
+    assert text == ""
     scored = [evaluate(lm, tasks, ["local_choices"]) for lm in models["ending"]]
     assert_same_scores(*scored)
