@@ -15,7 +15,7 @@ from playwright.sync_api import Page, sync_playwright
 
 RUNS = Path("runs")
 PICTURES = Path(__file__).parent / "pictures"
-QUESTIONS = ("What is your name?", "Who made you?", "List 17 and 25.")
+QUESTIONS = ("What is your name?", "Where do you live?", "List 17 and 25.")
 
 
 def save(page: Page, name: str, selector: str) -> None:
@@ -50,7 +50,9 @@ def main() -> None:
         page.goto((RUNS / "quickstart/report.html").absolute().as_uri())
         save(page, "quickstart_loss", ".charts svg")
         page.goto((RUNS / "speedrun/report.html").absolute().as_uri())
+        page.set_viewport_size({"width": 900, "height": 1262})
         page.screenshot(path=PICTURES / "report_card.png")
+        page.set_viewport_size({"width": 900, "height": 620})
         save_chat(page, RUNS / "speedrun/rewards")
         browser.close()
 
