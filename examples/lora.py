@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 import jllama
-from jllama.models.config import LoraConfig
 
 # Settings.
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -58,7 +57,7 @@ config = jllama.TrainConfig(
     run_dir=options.run_dir,
     overwrite=True,
     yes=True,
-    lora=LoraConfig(rank=options.rank, alpha=2 * options.rank),
+    lora=jllama.LoraConfig(rank=options.rank, alpha=2 * options.rank),
     data=jllama.DataConfig(options.data),  # becomes tokens by the checkpoint's chat template
     optimizer=jllama.OptimizerConfig(learning_rate=options.learning_rate, weight_decay=0.0),
     training=jllama.LoopConfig(

@@ -14,7 +14,6 @@ import jax
 import numpy as np
 
 import jllama
-from jllama.parallel.config import MeshConfig
 
 # Settings.
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -63,8 +62,10 @@ def train(mesh):
     return state, losses
 
 
-one_device = jllama.make_mesh(MeshConfig(), devices[:1])
-mesh = jllama.make_mesh(MeshConfig(data=-1, fsdp=options.fsdp, tensor=options.tensor), devices)
+one_device = jllama.make_mesh(jllama.MeshConfig(), devices[:1])
+mesh = jllama.make_mesh(
+    jllama.MeshConfig(data=-1, fsdp=options.fsdp, tensor=options.tensor), devices
+)
 print("mesh:", ", ".join(f"{name} {size}" for name, size in mesh.shape.items()))
 _, expected = train(one_device)
 state, losses = train(mesh)

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
         initial_params as initial_params,
     )
     from jllama.models.build import build_model as build_model
+    from jllama.models.config import LoraConfig as LoraConfig
     from jllama.models.presets import PRESETS as PRESETS, preset as preset
     from jllama.rl import REWARDS as REWARDS, Scorer as Scorer
     from jllama.models.rope_scaling import (
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
         YarnScaling as YarnScaling,
     )
     from jllama.core.config import RopeScaling as RopeScaling
+    from jllama.parallel.config import MeshConfig as MeshConfig
     from jllama.parallel.sharding import make_mesh as make_mesh
     from jllama.training.config import (
         GrpoConfig as GrpoConfig,

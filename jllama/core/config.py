@@ -278,10 +278,10 @@ class LlamaConfig:
                 "choose factors that make pairs"
             )
         if isinstance(self.rope_scaling, dict):
-            object.__setattr__(self, "rope_scaling", RopeScaling.from_fields(self.rope_scaling))
+            vars(self)["rope_scaling"] = RopeScaling.from_fields(self.rope_scaling)
         scaling = self.rope_scaling
         if not scaling or not self.sliding_window:
-            object.__setattr__(self, "rope_scaling_layers", "all")
+            vars(self)["rope_scaling_layers"] = "all"
         if not scaling:
             return
         for name, bound in scaling.must_exceed.items():
@@ -364,8 +364,7 @@ def _check_extensions(config: LlamaConfig) -> None:
         "a number of tokens, or 0 for no window",
     )
     for name in ("no_rope_layers", "full_attention_layers"):
-        layers = tuple(getattr(config, name))
-        object.__setattr__(config, name, layers)
+        vars(config)[name] = tuple(getattr(config, name))
         check_fields(
             config,
             "",

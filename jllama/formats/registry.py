@@ -380,6 +380,13 @@ def open_checkpoint(
         with errors_as(f"{source} has adapters of its init_from", JllamaError, RecursionError):
             checkpoint = open_checkpoint(base_path, rope_factor or base_factor)
         checkpoint = adapters.merge(checkpoint, _read_adapter(source, checkpoint.config, own_step))
+        # What was trained on chats in another form talks in that form.
+        _, template, stop_ids = run.read_text_files(source)
+        checkpoint = dataclasses.replace(
+            checkpoint,
+            chat_template=template or checkpoint.chat_template,
+            stop_ids=stop_ids or checkpoint.stop_ids,
+        )
     else:
         checkpoint = _read(format, source, rope_factor=rope_factor, step=own_step)
 

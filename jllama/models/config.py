@@ -23,6 +23,9 @@ class LoraConfig:
             8 or 4 bits (``nf4`` needs the package qwix).
         init_from: adapters of the weights to go on with: a run that trained them, PEFT's folder or
             a GGUF LoRA. The other options but ``base`` are then those of these adapters.
+
+    >>> jllama.LoraConfig(rank=8, alpha=16).targets[:4]
+    ('wq', 'wk', 'wv', 'wo')
     """
 
     rank: int = 0

@@ -68,13 +68,13 @@ def initial_adapter(
             "b": jnp.zeros((config.num_layers, lora.rank, outputs), jnp.float32),
         }
         if lora.dora:
-            lengths = functools.partial(_output_lengths, shape=(inputs, outputs))
-            layers[name]["magnitude"] = jax.lax.map(lengths, base["layers"][name])
+            layers[name]["magnitude"] = jax.lax.map(
+                lambda part, shape=(inputs, outputs): output_lengths(
+                    dequantize(part, shape, jnp.float32).reshape(shape)
+                ),
+                base["layers"][name],
+            )
     return {"layers": layers}
-
-
-def _output_lengths(part: Any, shape: tuple[int, ...]) -> Array:
-    return output_lengths(dequantize(part, shape, jnp.float32).reshape(shape))
 
 
 def freeze(params: Params, config: LlamaConfig, lora: LoraConfig, dtype: Any) -> Params:

@@ -16,6 +16,9 @@ class MeshConfig:
         sequence: ways to split the tokens of each row, for long contexts.
         rules: mesh axes that split logical axes, in place of those in
             ``jllama.parallel.sharding.RULES``: ``{"mlp": ["tensor"]}``.
+
+    >>> dict(jllama.make_mesh(jllama.MeshConfig(data=-1), jax.devices()[:1]).shape)
+    {'data': 1, 'fsdp': 1, 'sequence': 1, 'tensor': 1}
     """
 
     data: int = -1

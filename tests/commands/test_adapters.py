@@ -103,6 +103,14 @@ def logits(path, adapter=None):
     return np.asarray(load(path, adapter=adapter)(np.arange(20)[None]))
 
 
+def test_a_run_talks_in_the_form_that_its_adapter_was_trained_in(tuned):
+    assert train(tuned, "form", "--lora.rank=4", "--data.chat_template=llama2") == 0
+    model = load(tuned / "form")
+    assert model.chat_template == TEMPLATES["llama2"] != load(tuned / "base.gguf").chat_template
+    save(model, tuned / "form_hf", "hf")
+    assert load(tuned / "form_hf").chat_template == model.chat_template
+
+
 def test_an_adapter_of_an_adapter_is_refused_with_the_ways_to_go_on(tuned, capsys):
     capsys.readouterr()
     assert train(tuned, "refused", f"--init_from={tuned / 'mix'}", "--lora.rank=4") == 2
