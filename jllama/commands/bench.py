@@ -79,7 +79,7 @@ class BenchOptions(ModelOptions):
 
         # 1) Split the names of the peers at commas.
         peers = [name for names in self.against for name in names.split(",")]
-        object.__setattr__(self, "against", peers)
+        vars(self)["against"] = peers
         trains = self.what == "train"
 
         # 2) Check that there is one model to measure.

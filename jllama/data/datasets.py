@@ -189,6 +189,10 @@ class CountedBatches:
         self.count += 1
         return batch
 
+    def give_back(self) -> None:
+        """Do not count the last batch, which is wrong."""
+        self.count -= 1
+
     def get_state(self) -> dict[str, int]:
         """Return the number of batches read so far."""
         return {"batches": self.count}

@@ -192,8 +192,17 @@ def load(
         >>> model.config.num_layers
         1
     """
-    # 1) Choose the dtype, and check the other arguments.
-    _cache_compiled_programs()
+    # 1) Let JAX cache programs on disk, unless it is configured to: small ones, too, as most of a
+    # model's start is compiling them. The attribute is made at run time.
+    if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
+        folder = cache.private_folder("compiled")
+        if folder:
+            jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        # JAX looks for the cache only once, at the first compilation.
+        compilation_cache.reset_cache()
+
+    # 2) Choose the dtype, and check the other arguments.
     if dtype is not None:
         dtype = _float_dtype(dtype)
     elif jax.default_backend() == "cpu":
@@ -207,7 +216,7 @@ def load(
             "leave it out, or set layout to 'decode'"
         )
 
-    # 2) Open the checkpoint, and read its weights onto the devices.
+    # 3) Open the checkpoint, and read its weights onto the devices.
     source = local_copy(path)
     checkpoint = open_checkpoint(source, rope_factor, step, adapter)
     if checkpoint.adapter and dtype is None:
@@ -219,7 +228,7 @@ def load(
         else:
             params = tensors.load_decode_params(checkpoint, dtype, mesh, on_progress, quantize)
 
-    # 3) Add the tokenizer, the chat template and the stop ids.
+    # 4) Add the tokenizer, the chat template and the stop ids.
     tokenizer = checkpoint.tokenizer
     stop_ids = checkpoint.stop_ids
     if tokenizer:
@@ -235,21 +244,6 @@ def load(
         Path(path).name or source.resolve().name,
         getattr(matrix, "quantized", "") or matrix.dtype.name,
     )
-
-
-def _cache_compiled_programs() -> None:
-    """Let JAX cache programs on disk, unless it is already configured to.
-
-    Small programs are cached, too: most of a model's start is compiling them.
-    """
-    # The attribute is made at run time.
-    if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
-        folder = cache.private_folder("compiled")
-        if folder:
-            jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        # JAX looks for the cache only once, at the first compilation.
-        compilation_cache.reset_cache()
 
 
 def _float_dtype(dtype: Any) -> np.dtype:

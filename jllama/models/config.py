@@ -46,7 +46,7 @@ class LoraConfig:
             "names, each once",
         )
         check_fields(self, "lora.", "alpha", lambda alpha: 0 < alpha < 1e9, "positive")
-        object.__setattr__(self, "targets", tuple(self.targets))  # YAML and JSON have lists
+        vars(self)["targets"] = tuple(self.targets)  # YAML and JSON have lists
 
     @property
     def scale(self) -> float:

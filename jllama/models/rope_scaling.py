@@ -136,7 +136,7 @@ class YarnScaling(RopeScaling):
         numerator = 0.1 * mscale * math.log(self.factor) + 1
         denominator = 0.1 * mscale_all_dim * math.log(self.factor) + 1
         factor = self.attention_factor or numerator / denominator
-        object.__setattr__(self, "attention_factor", factor)
+        vars(self)["attention_factor"] = factor
 
     def keep(self, i: int, frequency: float, head_dim: int, theta: float) -> float:
         """Return a part that falls from 1 for the first pairs to 0 for the last."""

@@ -29,7 +29,7 @@ class MeshConfig:
 
     def __post_init__(self) -> None:
         if self.data == 0:
-            object.__setattr__(self, "data", -1)  # runs of version 0.1 have 0
+            vars(self)["data"] = -1  # runs of version 0.1 have 0
         sizes = {name: size for name, size in vars(self).items() if name != "rules"}
         num_derived = list(sizes.values()).count(-1)
         if num_derived > 1 or any(size < 1 and size != -1 for size in sizes.values()):

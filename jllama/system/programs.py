@@ -82,7 +82,11 @@ def call(function: Any, *args: Any) -> Any:
 def _find(function: Any, args: Any, shapes: Any) -> Any:
     """Return the stored program, or compile and store it."""
     key = cache.key_of(function.__module__, function.__qualname__, shapes, _machine())
-    _record(key)
+    # The next process with this task loads its first six ahead.
+    if len(_recorded) < _MAX_RECORDED:
+        _recorded.append(key)
+        text = "".join(_recorded)
+        cache.store(_RECORDS, _task_key, [np.frombuffer(text.encode(), np.uint8)])
     loading = _loading.pop(key, None)
     program = loading.result() if loading else _load(key)
     if program:
@@ -98,14 +102,6 @@ def _find(function: Any, args: Any, shapes: Any) -> Any:
         content = pickle.dumps(serialize_executable.serialize(program))
         cache.store("programs", key, [np.frombuffer(content, np.uint8)])
     return program
-
-
-def _record(key: str) -> None:
-    """Add a program to the first six, which the next process with this task loads ahead."""
-    if len(_recorded) < _MAX_RECORDED:
-        _recorded.append(key)
-        text = "".join(_recorded)
-        cache.store(_RECORDS, _task_key, [np.frombuffer(text.encode(), np.uint8)])
 
 
 def _load(key: str) -> Any:

@@ -108,10 +108,9 @@ def _ask(request: bytes) -> dict[str, Any]:
     line_process.end(worker)
     if len(line) == MAX_BYTES:
         return {"error": f"was stopped: it makes a text of over {MAX_BYTES:,} bytes"}
-    limits = f"{SECONDS:g} s or {MEMORY_BYTES // 2**20} MiB"
     return {
-        "error": f"was stopped: it takes too much time or memory (over {limits}); "
-        "perhaps it loops without end"
+        "error": "was stopped: it takes too much time or memory "
+        f"(over {SECONDS:g} s or {MEMORY_BYTES // 2**20} MiB); perhaps it loops without end"
     }
 
 

@@ -242,7 +242,7 @@ class LoopConfig:
 
     def __post_init__(self) -> None:
         if isinstance(self.remat, bool):  # runs of 0.1 have a Boolean
-            object.__setattr__(self, "remat", "block" if self.remat else "dots")
+            vars(self)["remat"] = "block" if self.remat else "dots"
         check = functools.partial(check_fields, self, "training.")
         counts = "batch_size accumulation eval_every log_every keep_last max_skipped"
         check(counts, lambda value: value >= 1, "at least 1")
@@ -336,7 +336,7 @@ class TrainConfig:
                 raise UsageError(
                     f"resume is {self.resume} but run_dir is {self.run_dir}: leave one of them out"
                 )
-            object.__setattr__(self, "run_dir", self.resume)
+            vars(self)["run_dir"] = self.resume
         if not self.init_from:
             expected = "left out without init_from, whose weights are adapted"
             check_fields(self.lora, "lora.", "rank init_from", operator.not_, expected)

@@ -171,14 +171,17 @@ def take_step(run: Run) -> None:
 
 def next_batch(run: Run) -> Batch:
     """Return the next batch, checked; if that fails, first log and save the steps so far."""
+    batch = None
     try:
         batch = run.source.next(run.step, run.state)
         check_batch(run, batch)
         return batch
     except Exception as error:
+        if batch is not None:  # but a wrong one: the run goes on before it
+            getattr(run.source.stream, "give_back", bool)()
         if run.recent:
             log(run)
-        if run.step and not is_saved(run):
+        if not is_saved(run):
             save(run, None)
         run.keeper.checkpoints.wait()
         if not isinstance(error, StopIteration):

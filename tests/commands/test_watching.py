@@ -198,7 +198,7 @@ def test_steps_left_out_are_logged_with_their_batches(workshop, tmp_path, read_r
     that wants that.
     """
     run = tmp_path / "run"
-    spikes = ("--training.spike_factor", 1.02, "--optimizer.learning_rate", 1e-5)
+    spikes = ("--training.spike_factor", 1.02, "--optimizer.learning_rate", 1e-3)
     assert train(workshop, run, *spikes, "--training.log_every", 4, steps=12, every=12) == 0
     lines = read_run.lines(run)
     skipped = [line for line in lines if line.get("skipped")]
