@@ -273,10 +273,10 @@ def read_texts(
     A file that ``read_corpus`` takes for one document is one text in each of its chunks, so that it
     is read once, and from any of them on.
     """
+    if has_rows(path):
+        yield from _row_texts(path, text_field, findings, cursor)
+        return
     with findings.collect():
-        if has_rows(path):
-            yield from _row_texts(path, text_field, findings, cursor)
-            return
         chunks = cut_chunks(_decode_file(path, encoding, cursor))
         for text in itertools.islice(chunks, cursor.number, None):
             if encoding == "utf-8":

@@ -385,25 +385,20 @@ def read(path: Path) -> Checkpoint:
 
     # 4) Read the tokenizer, the chat template and the stop ids.
     tokenizer, template, stops = read_text_files(path)
-    if template is None:
-        template = _read_old_chat_template(path / TOKENIZER_CONFIG)
+    if template is None:  # in files from before 2025: text, or the ``default`` of named texts
+        file = path / TOKENIZER_CONFIG
+        template = read_optional_json(file).get("chat_template")
+        if isinstance(template, list):
+            named = [entry for entry in template if isinstance(entry, dict)]
+            default = next((entry for entry in named if entry.get("name") == "default"), {})
+            template = default.get("template")
+        if not isinstance(template, str | None):
+            raise JllamaError(
+                f"{file} has a chat_template that is neither text nor a list of named texts"
+            )
     if not stops:
         stops = parse_stop_ids(fields.get("eos_token_id"), source)
     return Checkpoint(config, tensors, tokenizer, template, stops)
-
-
-def _read_old_chat_template(path: Path) -> str | None:
-    """Return the template of files from before 2025: text, or the ``default`` of named texts."""
-    template = read_optional_json(path).get("chat_template")
-    if isinstance(template, list):
-        named = [entry for entry in template if isinstance(entry, dict)]
-        default = next((entry for entry in named if entry.get("name") == "default"), {})
-        template = default.get("template")
-    if template is not None and not isinstance(template, str):
-        raise JllamaError(
-            f"{path} has a chat_template that is neither text nor a list of named texts"
-        )
-    return template
 
 
 def write(

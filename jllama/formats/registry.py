@@ -20,7 +20,6 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from jllama.core import JllamaError, UsageError
-from jllama.core.config import LlamaConfig
 from jllama.core.parameters import count_parameters
 from jllama.formats import adapters, bucket, gguf, huggingface, llama2c, meta, run, tensors
 from jllama.formats.tensors import Checkpoint, OnProgress, size_bytes
@@ -373,14 +372,7 @@ def open_checkpoint(
         base_path, base_factor = base
         with errors_as(f"{source} has adapters of its init_from", JllamaError, RecursionError):
             checkpoint = open_checkpoint(base_path, rope_factor or base_factor)
-        checkpoint = adapters.merge(checkpoint, _read_adapter(source, checkpoint.config, own_step))
-        # What was trained on chats in another form talks in that form.
-        _, template, stop_ids = run.read_text_files(source)
-        checkpoint = dataclasses.replace(
-            checkpoint,
-            chat_template=template or checkpoint.chat_template,
-            stop_ids=stop_ids or checkpoint.stop_ids,
-        )
+        checkpoint = _merge(checkpoint, source, own_step)
     else:
         checkpoint = _read(format, source, rope_factor=rope_factor, step=own_step)
 
@@ -395,19 +387,28 @@ def open_checkpoint(
 
     # 3) Merge the adapter that the caller names.
     if adapter:
-        added = _read_adapter(local_copy(adapter, "adapter"), checkpoint.config, step)
-        return adapters.merge(checkpoint, added)
+        return _merge(checkpoint, local_copy(adapter, "adapter"), step)
     return checkpoint
 
 
-def _read_adapter(source: Path, config: LlamaConfig, step: int | None) -> adapters.Adapter:
-    """Read an adapter of any format for a base with the architecture ``config``."""
+def _merge(base: Checkpoint, source: Path, step: int | None) -> Checkpoint:
+    """Merge an adapter of any format; one that a run trained talks in the run's form."""
     run_adapters = dataclasses.replace(FORMATS["orbax"], read=run.read_adapter)
     for format in (run_adapters, *ADAPTER_FORMATS.values()):
         if format.recognizes(source):
-            return _read(format, source, config, step=step)
-    raise JllamaError(
-        f"{source} is no adapter that jllama knows: give PEFT's folder, a GGUF LoRA, or a run"
+            break
+    else:
+        raise JllamaError(
+            f"{source} is no adapter that jllama knows: give PEFT's folder, a GGUF LoRA, or a run"
+        )
+    merged = adapters.merge(base, _read(format, source, base.config, step=step))
+    if format is not run_adapters:
+        return merged
+    _, template, stop_ids = run.read_text_files(source)
+    return dataclasses.replace(
+        merged,
+        chat_template=template or merged.chat_template,
+        stop_ids=stop_ids or merged.stop_ids,
     )
 
 

@@ -320,24 +320,6 @@ def _read_call(call: Any, is_request: bool) -> Json:
     }
 
 
-def _check_order(messages: Sequence[Message]) -> None:
-    """Raise ``UsageError`` for an order that some templates would accept.
-
-    It is a system message that is not the first, or the result of a tool that nobody called.
-    """
-    for number, (before, message) in enumerate(itertools.pairwise(messages), 1):
-        if message["role"] == "system":
-            raise UsageError(
-                f"message {number} is the system's: "
-                "the roles are out of order, since it must be the first"
-            )
-        if message["role"] == "tool" and before["role"] != "tool" and "tool_calls" not in before:
-            raise UsageError(
-                f"message {number} is a tool's and message {number - 1} calls none: the roles are "
-                "out of order, since the assistant's tool_calls must come first"
-            )
-
-
 def _special_at(tokenizer: Tokenizer, text: str) -> str:
     """Return the special token that a text begins with, after white space, or an empty text."""
     return max(filter(text.lstrip().startswith, tokenizer.special_tokens), key=len, default="")
@@ -380,7 +362,19 @@ def conversation_tokens(
     """
     # 1. Render the text, and find the answers in it.
     check_messages(messages, tools, with_names=True)
-    _check_order(messages)
+    # Some templates would accept a system message that is not the first, or the result of a tool
+    # that nobody called.
+    for number, (before, message) in enumerate(itertools.pairwise(messages), 1):
+        if message["role"] == "system":
+            raise UsageError(
+                f"message {number} is the system's: "
+                "the roles are out of order, since it must be the first"
+            )
+        if message["role"] == "tool" and before["role"] != "tool" and "tool_calls" not in before:
+            raise UsageError(
+                f"message {number} is a tool's and message {number - 1} calls none: the roles are "
+                "out of order, since the assistant's tool_calls must come first"
+            )
     chosen = _learned_answers(messages, learned)
     variables = template_variables(tokenizer, messages, False, tools)
     rendered = render_answers(template, variables, chosen)

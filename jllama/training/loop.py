@@ -171,13 +171,14 @@ def take_step(run: Run) -> None:
 
 def next_batch(run: Run) -> Batch:
     """Return the next batch, checked; if that fails, first log and save the steps so far."""
-    batch = None
+    is_read = False
     try:
         batch = run.source.next(run.step, run.state)
+        is_read = True
         check_batch(run, batch)
         return batch
     except Exception as error:
-        if batch is not None:  # but a wrong one: the run goes on before it
+        if is_read:  # but wrong: the run goes on before it
             getattr(run.source.stream, "give_back", bool)()
         if run.recent:
             log(run)

@@ -232,13 +232,6 @@ def _open_origin(config: TrainConfig, existing: Path | None) -> Checkpoint:
             f"data.tokenizer is {config.data.tokenizer}; "
             "it must be left out: init_from brings its own"
         )
-    if origin.tokenizer is None:
-        raise no_tokenizer(path)
-    if config.data.chat_template and not existing:  # an existing run's folder has the template
-        template = find_template(origin.tokenizer, None, config.data.chat_template)
-        origin = dataclasses.replace(origin, chat_template=template)
-    if origin.chat_template:
-        origin = dataclasses.replace(origin, chat_template=with_date(origin.chat_template))
     if config.trains_adapters and origin.adapter:
         raise UsageError(
             f"{path} is a run with adapters of {origin.adapter.base}: to go on with them, give "
@@ -247,7 +240,19 @@ def _open_origin(config: TrainConfig, existing: Path | None) -> Checkpoint:
         )
     if config.lora.init_from:
         adapted = open_checkpoint(path, config.rope_factor, adapter=config.lora.init_from)
-        origin = dataclasses.replace(origin, adapter=adapted.adapter)
+        origin = dataclasses.replace(
+            origin,
+            adapter=adapted.adapter,
+            chat_template=adapted.chat_template,
+            stop_ids=adapted.stop_ids,
+        )
+    if origin.tokenizer is None:
+        raise no_tokenizer(path)
+    if config.data.chat_template and not existing:  # an existing run's folder has the template
+        template = find_template(origin.tokenizer, None, config.data.chat_template)
+        origin = dataclasses.replace(origin, chat_template=template)
+    if origin.chat_template:
+        origin = dataclasses.replace(origin, chat_template=with_date(origin.chat_template))
     return origin
 
 

@@ -107,6 +107,9 @@ def test_a_run_talks_in_the_form_that_its_adapter_was_trained_in(tuned):
     assert train(tuned, "form", "--lora.rank=4", "--data.chat_template=llama2") == 0
     model = load(tuned / "form")
     assert model.chat_template == TEMPLATES["llama2"] != load(tuned / "base.gguf").chat_template
+    assert load(tuned / "base.gguf", adapter=tuned / "form").chat_template == model.chat_template
+    assert train(tuned, "form2", f"--lora.init_from={tuned / 'form'}") == 0
+    assert load(tuned / "form2").chat_template == model.chat_template
     save(model, tuned / "form_hf", "hf")
     assert load(tuned / "form_hf").chat_template == model.chat_template
 

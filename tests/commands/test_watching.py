@@ -194,11 +194,13 @@ def test_a_logger_that_is_not_there_is_said_before_anything_is_written(
 
 
 def test_steps_left_out_are_logged_with_their_batches(workshop, tmp_path, read_run, capsys):
-    """A gradient twice as long as usual is a spike here; the means leave it out, and it ends a run
-    that wants that.
+    """A gradient that is longer than usual is a spike here; the means leave it out, and it ends a
+    run that wants that.
     """
     run = tmp_path / "run"
-    spikes = ("--training.spike_factor", 1.02, "--optimizer.learning_rate", 1e-3)
+    # Two steps have a sixth more than the others, whose norms hardly change with this model.
+    spikes = ("--training.spike_factor", 1.02, "--optimizer.learning_rate", 1e-5)
+    spikes = (*spikes, "--model.tie_embeddings", "true")
     assert train(workshop, run, *spikes, "--training.log_every", 4, steps=12, every=12) == 0
     lines = read_run.lines(run)
     skipped = [line for line in lines if line.get("skipped")]

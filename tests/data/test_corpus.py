@@ -200,15 +200,6 @@ def test_all_bad_files_are_named_or_left_out(tmp_path):
             assert bad.finish() == [first, *bad.problems]
 
 
-def test_a_file_that_is_no_text_is_left_out_of_a_stream(tmp_path):
-    (tmp_path / "a.pdf").write_bytes(b"%PDF-1.7\n")
-    findings = corpus.Findings("skip")
-    texts = corpus.read_texts(tmp_path / "a.pdf", "text", "utf-8", findings, corpus.Cursor())
-    assert [*texts] == []
-    (problem,) = findings.problems
-    assert "PDF" in problem
-
-
 def test_links_that_lead_out_of_a_folder(tmp_path):
     (tmp_path / "corpus" / "a").mkdir(parents=True)
     (tmp_path / "corpus" / "a" / "own.txt").write_text("own")

@@ -27,9 +27,10 @@ from models import FILE, SMALL, forward, weights
 
 from jllama.core import JllamaError, UsageError
 from jllama.core.parameters import map_by_path
-from jllama.formats import adapters, registry
+from jllama.formats import adapters
 from jllama.formats.gguf_file import read_gguf_file
 from jllama.formats.registry import ADAPTER_FORMATS, convert, load, open_checkpoint, save
+from jllama.formats.run import read_adapter
 from jllama.formats.tensors import base_fingerprint, tensor_specs
 from jllama.lab.checks import relative_error
 from jllama.models.config import LoraConfig
@@ -487,7 +488,7 @@ def test_numbers_that_are_not_finite_are_refused(base, to, tmp_path):
         params["layers"]["wv"]["b"][1, 0, 3] = number
         source = make_run(tmp_path / f"run-{name}", base, CONFIG, lora, params)
         if to != "run":
-            read = registry._read_adapter(source, CONFIG, None)
+            read = read_adapter(source, CONFIG)
             source = tmp_path / name
             if to == "peft":
                 source.mkdir()

@@ -234,6 +234,7 @@ def short_batches():
 
 PROBLEMS = [
     (lambda: iter([np.zeros((4, 17))]), "a batch is a ndarray; it must be a jllama.Batch", 0),
+    (lambda: iter([None]), "a batch is a NoneType; it must be a jllama.Batch", 0),
     (lambda: batches(0), "^the batches ended after step 0 of 6: give", 0),
     (broken_batches, "the disk of ours is gone", 2),
     # At a checkpoint.
