@@ -154,7 +154,7 @@ def test_a_page_is_whole_and_readable(pages, browser, name, size, scheme, tmp_pa
         assert color in drawn
         assert contrast(np.array(color) / 255, ground) > VISIBLE
         near = np.abs(255 * picture - np.array(color)).max(axis=-1) < 24
-        assert near.sum() > 150
+        assert near.sum() > (30 if name == "card" else 150)  # whose second curve is of two points
 
 
 def test_a_script_that_got_into_a_page_does_not_run(pages, browser, tmp_path):
