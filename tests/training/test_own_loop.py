@@ -254,7 +254,7 @@ def test_what_was_learned_before_batches_end_or_are_wrong_is_saved(tmp_path, who
             train(config, data=source(training))
         saved = RunCheckpoints(tmp_path / "run" / "checkpoints", read_only=True).steps()
         assert (saved or [0])[-1] == step
-    train(config, data=source())
+    assert train(config, data=source()) == whole.final
     weights = (
         json.loads((folder / "receipt.json").read_text())["weights"]["6"]
         for folder in (tmp_path / "run", whole.folder)
