@@ -86,6 +86,7 @@ _FACTORS = {
     "attention_multiplier": 0.1,
     "logits_scaling": 2.0,
 }
+_EXPERTS = {"mlp_dim": 40, "num_experts": 6, "experts_per_token": 2, "expert_dim": 40}
 FAMILIES = {
     "llama": LlamaConfig(**_SIZES),
     "mistral": LlamaConfig(**_SIZES, sliding_window=5),
@@ -96,6 +97,8 @@ FAMILIES = {
     "olmo3": LlamaConfig(**_SIZES, **_AFTER, **_WINDOWS),
     "phi": LlamaConfig(**_SIZES, partial_rotary_factor=0.75, sliding_window=6),
     "granite": LlamaConfig(**_SIZES, **_FACTORS),
+    "mixtral": LlamaConfig(**_SIZES | _EXPERTS, normalize_expert_weights=True),
+    "olmoe": LlamaConfig(**_SIZES | _EXPERTS, qk_norm="whole"),
     "all at once": LlamaConfig(
         **_SIZES,
         **_AFTER,

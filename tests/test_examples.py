@@ -160,6 +160,6 @@ def test_mesh():
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    assert "mesh: data 1, fsdp 4, sequence 1, tensor 2" in run.stdout
+    assert "mesh: data 1, fsdp 4, expert 1, sequence 1, tensor 2" in run.stdout
     assert re.search(r"layers/wq +\(2, 128, 8, 16\) +\(2, 32, 4, 16\)", run.stdout)
     assert run.stdout.endswith("The losses are equal.\n")

@@ -20,12 +20,12 @@ PAGE = Path(__file__).parents[1] / "docs" / "code.md"
 CORE = [*sorted((PACKAGE / "core").glob("*.py"))]
 EVERYTHING = [*PACKAGE.rglob("*.py")]
 MAX_TOKENS = {
-    "core": (CORE, 15_000),
-    "training/loop": ([PACKAGE / "training/loop.py"], 46_000),
-    "training/run": ([PACKAGE / "training/run.py"], 130_850),
-    "generation/generate": ([PACKAGE / "generation/generate.py"], 40_000),
+    "core": (CORE, 16_500),
+    "training/loop": ([PACKAGE / "training/loop.py"], 48_920),
+    "training/run": ([PACKAGE / "training/run.py"], 135_480),
+    "generation/generate": ([PACKAGE / "generation/generate.py"], 42_540),
 }
-MAX_EVERYTHING = 223_350
+MAX_EVERYTHING = 228_840
 LAYOUT = {
     tokenize.COMMENT,
     tokenize.NL,

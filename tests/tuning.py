@@ -99,7 +99,9 @@ def packed(turns):
 def compiled(kind, mesh=ONE_DEVICE, optimizer=OPTIMIZER, **options):
     """The programs of a tuning of this kind."""
     loop = LoopConfig(
-        **{"dtype": "float32", "batch_size": ROWS, "seq_len": WINDOW - 1, "steps": STEPS} | options
+        **{"dtype": "float32", "batch_size": ROWS, "seq_len": WINDOW - 1, "steps": STEPS}
+        | {"balance_loss": 0.0}
+        | options
     )
     config = TrainConfig(
         CONFIG, init_from="WEIGHTS", optimizer=optimizer, training=loop, lora=KINDS[kind]

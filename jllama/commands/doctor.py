@@ -81,6 +81,8 @@ def main(argv: list[str], prog: str) -> int:
     print(f"attention over {length:,} tokens: training by {kernel}, decoding by cached")
     console.print(summary_table(config))
     count = count_parameters(config)
+    if config.num_experts:
+        print(f"{count_parameters(config, active=True):,} parameters for each token")
     sizes = [f"{name} {decimal(size * count)}" for name, size in _PARAMETER_BYTES.items()]
     print(", ".join(sizes), "at least")
     # The self-check

@@ -85,6 +85,7 @@ def main(argv: list[str], prog: str) -> int:
     from jllama.lab.plan_receipt import describe, plan_decoding, plan_training
     from jllama.lab.plan_search import search
     from jllama.parallel.sharding import make_mesh
+    from jllama.parallel.shards import row_ways
 
     # Resolve the sizes that the options leave open.
     topology = usual_topology(options.topology)
@@ -97,7 +98,7 @@ def main(argv: list[str], prog: str) -> int:
     mesh = make_mesh(options.mesh, devices).shape
     batch_size = options.batch_size
     if not batch_size:
-        shards = mesh["data"] * mesh["fsdp"]
+        shards = row_ways(mesh)
         batch_size = shards if options.preset else options.training.batch_size
     training = dataclasses.replace(options.training, seq_len=seq_len, batch_size=batch_size)
     config = dataclasses.replace(options, topology=topology, model=model, training=training)

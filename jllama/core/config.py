@@ -23,9 +23,14 @@ MAX_SIZES = {
     "num_kv_heads": 1 << 14,
     "head_dim": 1 << 14,
     "max_seq_len": MAX_SEQ_LEN,
+    "num_experts": 1 << 14,
+    "experts_per_token": 1 << 14,
+    "expert_dim": 1 << 22,
 }
 """Limits of a ``LlamaConfig``, at least 25 times any released Llama: more is a slip or damage."""
 
+
+_EXPERTS = ("num_experts", "experts_per_token", "expert_dim")
 
 ROPE_SCALINGS: dict[str, "type[RopeScaling]"] = {}
 """The classes by their type (``jllama.models.rope_scaling``). To derive one is to add it."""
@@ -207,6 +212,12 @@ class LlamaConfig:
         residual_multiplier: factor of what attention and SwiGLU add to the residual stream.
         attention_multiplier: factor of attention's scores; 0 means ``1 / sqrt(head_dim)``.
         logits_scaling: divisor of the logits.
+        num_experts: SwiGLU blocks of each layer, among which a router chooses for each token; 0 for
+            one block without a router (Mixtral).
+        experts_per_token: how many of them a token has; 0 means 2.
+        expert_dim: width of each of them; 0 means ``mlp_dim``.
+        normalize_expert_weights: the weights of a token's experts, which are parts of a softmax
+            over all experts, are divided by their sum (Mixtral; not in OLMoE).
         block: a block of one's own that the layers are made of, by its name in ``BLOCKS``; empty
             for Llama's (docs/extend.md).
 
@@ -239,17 +250,21 @@ class LlamaConfig:
     residual_multiplier: float = 1.0
     attention_multiplier: float = 0.0
     logits_scaling: float = 1.0
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_dim: int = 0
+    normalize_expert_weights: bool = False
     block: str = ""
 
     def __post_init__(self) -> None:
-        derived = ("vocab_size", "num_kv_heads", "head_dim", "mlp_dim")
+        derived = ("vocab_size", "num_kv_heads", "head_dim", "mlp_dim", *_EXPERTS)
         for name, max_size in MAX_SIZES.items():
             min_size = 0 if name in derived else 1
             check_size(name, getattr(self, name), max_size, min_size=min_size)
         check_fields(
             self, "", "norm_eps rope_theta", lambda value: 0 < value < 1e300, "positive, and finite"
         )
-        switches = "tie_embeddings attention_bias"
+        switches = "tie_embeddings attention_bias normalize_expert_weights"
         check_fields(self, "", switches, lambda value: type(value) is bool, "true or false")
         _check_extensions(self)
         if not self.head_dim and self.embed_dim % self.num_heads:
@@ -260,8 +275,13 @@ class LlamaConfig:
         vars(self).update(  # as it is frozen
             num_kv_heads=self.num_kv_heads or self.num_heads,
             head_dim=self.head_dim or self.embed_dim // self.num_heads,
-            mlp_dim=self.mlp_dim or llama_mlp_dim(self.embed_dim),
+            mlp_dim=self.mlp_dim or self.expert_dim or llama_mlp_dim(self.embed_dim),
         )
+        if self.num_experts:
+            vars(self).update(
+                experts_per_token=self.experts_per_token or min(2, self.num_experts),
+                expert_dim=self.expert_dim or self.mlp_dim,
+            )
         if self.num_heads % self.num_kv_heads:
             raise UsageError(
                 f"num_heads {self.num_heads} is not divisible by num_kv_heads "
@@ -371,6 +391,14 @@ def _check_extensions(config: LlamaConfig) -> None:
             name,
             lambda layers: set(layers) <= set(range(config.num_layers)),
             f"indices of layers, from 0 to {config.num_layers - 1}",
+        )
+    for name in (*_EXPERTS[1:], "normalize_expert_weights"):
+        if getattr(config, name) and not config.num_experts:
+            raise UsageError(f"{name} is set without num_experts: set both")
+    if config.experts_per_token > config.num_experts:
+        raise UsageError(
+            f"experts_per_token is {config.experts_per_token}; it must be at most num_experts, "
+            f"{config.num_experts}"
         )
     if config.full_attention_layers and not config.sliding_window:
         raise UsageError("full_attention_layers is set without a sliding_window: set both")

@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 from jllama.core import UsageError, ops
 from jllama.core.config import BLOCKS, LayerKind, LlamaConfig, inverse_frequencies
 from jllama.core.parameters import (
+    EXPERT_MATRICES,
     PARAMETERS,
     Params,
     initial_std,
@@ -102,6 +103,8 @@ class Functions(NamedTuple):
         score: ``ops.score_tokens``, or what equals it.
         likelihood: ``ops.likelihood``, or what equals it.
         remat: takes a layer, and returns it with another choice of what is saved for gradients.
+        route: chooses the experts of each token.
+        mix_experts: ``ops.mix_experts``, or what equals it.
     """
 
     attention: Attention = ops.attention
@@ -114,12 +117,17 @@ class Functions(NamedTuple):
     score: Callable[..., Any] = ops.score_tokens
     likelihood: Callable[..., tuple[Array, Array]] = ops.likelihood
     remat: Callable[[Any], Any] = lambda layer: layer
+    route: Callable[..., tuple[Array, Array]] = ops.route
+    mix_experts: Callable[..., Array] = ops.mix_experts
+
+
+DEFAULTS = Functions()
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["cos", "sin", "mask", "slots"],
-    meta_fields=["attention", "write", "cache_is_empty"],
+    meta_fields=["attention", "functions", "cache_is_empty"],
 )
 @dataclasses.dataclass(frozen=True)
 class AttentionInputs:
@@ -132,8 +140,8 @@ class AttentionInputs:
         sin: the same.
         mask: which keys a query sees.
         slots: Int[Array, "batch seq"], those of the cache that new keys and values are written to.
-        attention: one of ``Functions``.
-        write: as in ``Functions``.
+        attention: that of ``functions`` for these tokens.
+        functions: those that the model calls.
         cache_is_empty: whether no tokens are cached, so that attention needs only the new keys.
     """
 
@@ -142,7 +150,7 @@ class AttentionInputs:
     mask: ops.Mask
     slots: Any = None
     attention: Attention = ops.attention
-    write: Callable[[Array, Array, Array], Array] = write_slots
+    functions: Functions = DEFAULTS
     cache_is_empty: bool = False
 
 
@@ -205,7 +213,11 @@ class Layer(_Module):
             update, cached = self.attention(self.normalize(x, "attn_norm"), inputs, cached)
             x = x + self.residual(self.normalize(update, "attn_out_norm"))
         with jax.named_scope("feed_forward"):
-            update = self.feed_forward(self.normalize(x, "mlp_norm"))
+            normal = self.normalize(x, "mlp_norm")
+            if self.config.num_experts:
+                update = self.experts(normal, inputs.functions)
+            else:
+                update = self.feed_forward(normal)
             return x + self.residual(self.normalize(update, "mlp_out_norm")), cached
 
     def heads(self, x: Stream, inputs: AttentionInputs) -> tuple[Array, ...]:
@@ -253,8 +265,8 @@ class Layer(_Module):
         visible = (key, value)
         if cached is not None:
             cached_keys, cached_values = cached
-            cached_keys = inputs.write(cached_keys, key, inputs.slots)
-            cached_values = inputs.write(cached_values, value, inputs.slots)
+            cached_keys = inputs.functions.write(cached_keys, key, inputs.slots)
+            cached_values = inputs.functions.write(cached_values, value, inputs.slots)
             cached = (cached_keys, cached_values)
             if not inputs.cache_is_empty:
                 visible = cached
@@ -268,6 +280,22 @@ class Layer(_Module):
         # 4) SwiGLU.
         gate, up = self.products(x, "w_gate", "w_up")
         return (ops.silu_gate(gate, up) @ self.w_down[...]).reshape(x.shape)
+
+    def experts(self, x: Stream, functions: Functions) -> Stream:
+        """Sum the SwiGLU of each token's experts, each times its weight.
+
+        Every token has all of its experts, however many others chose them. Source: Jiang et al.
+        2024, section 2.1 (arXiv:2401.04088).
+        """
+        config = self.config
+        flat = x.reshape(-1, x.shape[-1])
+        # 4) The choice, in float32 whatever the dtype of x.
+        with jax.default_matmul_precision("highest"):
+            logits = flat.astype(ops.sum_dtype(flat)) @ self.router[...]
+        choice = functions.route(logits, config.experts_per_token, config.normalize_expert_weights)
+        # 5) SwiGLU of those that were chosen, and its sum.
+        matrices = [getattr(self, name)[...] for name in EXPERT_MATRICES]
+        return functions.mix_experts(flat, *choice, *matrices).reshape(x.shape)
 
     def normalize(self, x: Array, name: str) -> Array:
         """Apply one of the layer's norms, if the model has it."""
@@ -337,7 +365,7 @@ class Llama(_Module):
         (1, 3, 300)
     """
 
-    functions = Functions()
+    functions = DEFAULTS
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -378,8 +406,9 @@ class Llama(_Module):
             check_length(self.config, length)
             positions = jnp.arange(length)[None]
         mask = ops.Mask(query_segments=segments, key_segments=segments)
-        attention = self.functions.attention
-        inputs = attention_inputs(self.config, positions, mask, length, attention=attention)
+        functions = self.functions
+        options = {"attention": functions.attention, "functions": functions}
+        inputs = attention_inputs(self.config, positions, mask, length, **options)
         x = self.embedding(tokens)
         if isinstance(self.layers, Layer):
             x = _scan_layers(self.layers, x, inputs, self.functions.remat, parallel)
@@ -434,8 +463,8 @@ class Llama(_Module):
             positions,
             mask,
             attention=attention,
+            functions=self.functions,
             slots=slots,
-            write=self.functions.write,
             cache_is_empty=cache_is_empty,
         )
 
@@ -644,7 +673,7 @@ def rope_frequencies(config: LlamaConfig, seq_len: int = 0) -> np.ndarray:
 # From parameters to the module, and the first ones
 
 
-def build_llama(config: LlamaConfig, params: Params, functions: Functions = Functions()) -> Llama:  # noqa: B008 - immutable
+def build_llama(config: LlamaConfig, params: Params, functions: Functions = DEFAULTS) -> Llama:
     """Put parameters into the module; those of layers are stacked, or a dictionary by index.
 
     Raises:

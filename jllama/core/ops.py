@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float64, Int, Key
 
 Stream = Float[Array, "*lead embed"]
@@ -71,6 +72,139 @@ def silu_gate(
 ) -> Float[Array, "tokens mlp"]:
     """Compute ``silu(gate) * up``, which ``swiglu`` multiplies by ``w_down``."""
     return jax.nn.silu(gate) * up
+
+
+def route(
+    logits: Float[Array, "tokens experts"], count: int, normalize: bool
+) -> tuple[Float[Array, "tokens chosen"], Int[Array, "tokens chosen"]]:
+    """Choose the ``count`` experts of each token with the largest ``softmax(logits)``.
+
+    Of equal ones the first is chosen. Return their softmax, with ``normalize`` divided by its sum,
+    and their indices. Source: Jiang et al. 2024, section 2.1 (arXiv:2401.04088).
+    """
+    probs = jax.nn.softmax(logits, axis=-1)
+    _, chosen = jax.lax.top_k(probs, count)
+    # Not the values of top_k, whose gradient is a scatter: GPUs add in no fixed order there. Nor a
+    # product, which some devices round.
+    is_chosen = jax.nn.one_hot(chosen, probs.shape[-1], dtype=probs.dtype)
+    weights = (probs[:, None] * is_chosen).sum(axis=-1)
+    if normalize:
+        weights = weights / weights.sum(axis=-1, keepdims=True)
+    return weights, chosen
+
+
+def balanced_route(
+    logits: Float[Array, "tokens experts"],
+    count: int,
+    normalize: bool,
+    *,
+    counted: Bool[Array, "tokens"],
+    balance: float,
+    z_loss: float,
+    sum_devices: Callable[[Any], Any] = lambda tree: tree,
+) -> tuple[Float[Array, "tokens chosen"], Int[Array, "tokens chosen"]]:
+    """Choose as ``route``, and add to the gradients those of two more losses of counted tokens.
+
+    They are, for each token, ``balance * num_experts * sum(share * softmax(logits))``, where an
+    expert's ``share`` is its part of all choices on all devices, and ``z_loss * logsumexp(logits)
+    ** 2``. They are added to a sum of losses, as each of its tokens has them once. Sources: Fedus
+    et al. 2021, equations 4 to 6 (arXiv:2101.03961); Zoph et al. 2022, equation 5
+    (arXiv:2202.08906).
+    """
+    # The share of each expert in the choices, which has no gradient.
+    num_experts = logits.shape[-1]
+    weight = counted[:, None].astype(logits.dtype)
+    _, chosen = route(logits, count, normalize)
+    choices = jax.nn.one_hot(chosen, num_experts, dtype=logits.dtype).sum(axis=1)
+    loads = sum_devices((weight * choices).sum(axis=0))
+    share = loads / jnp.maximum(loads.sum(), 1)
+
+    # The gradient of both losses, by the logits.
+    probs = jax.nn.softmax(logits, axis=-1)
+    push = balance * num_experts * (share - (probs * share).sum(axis=-1, keepdims=True))
+    push += 2 * z_loss * jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    return route(_add_gradient(logits, weight * probs * push), count, normalize)
+
+
+@jax.custom_vjp
+def _add_gradient(x: Array, gradient: Array) -> Array:
+    """Return ``x``, to whose gradient another one is added."""
+    return x
+
+
+_add_gradient.defvjp(
+    lambda x, gradient: (x, gradient), lambda added, gradient: (gradient + added, None)
+)
+
+
+EXPERT_PRODUCT = "expert_product"
+"""The name, for ``jax.checkpoint``, of the products with matrices of experts."""
+
+
+def mix_experts(
+    x: Float[Array, "tokens embed"],
+    weights: Float[Array, "tokens chosen"],
+    chosen: Int[Array, "tokens chosen"],
+    gate: Any,
+    up: Any,
+    down: Any,
+    *,
+    grouped_product: Callable[[Array, Any, Array], Array] | None = None,
+) -> Float[Array, "tokens embed"]:
+    """Sum ``weight * swiglu(x)`` of each token's experts.
+
+    ``gate`` and ``up`` are ``[experts, expert_mlp, embed]``, ``down`` is ``[experts, embed,
+    expert_mlp]``; ``matrices[experts]`` looks up some of them. Tokens may choose an expert that is
+    not among them, which adds nothing. The sum is that of Jiang et al. 2024, section 2.1
+    (arXiv:2401.04088).
+    """
+    num_experts = gate.shape[0]
+    experts = chosen.reshape(-1)
+    is_here = (experts >= 0) & (experts < num_experts)
+    is_few = len(experts) <= num_experts
+    grouped_product = grouped_product or ragged_product
+
+    # 1) A row for each token and each of its experts. Many are sorted by their experts, so that
+    # each expert multiplies its own at once; for few only the experts that were chosen are read.
+    experts = jnp.where(is_here, experts, num_experts)
+    order = jnp.arange(len(experts)) if is_few else jnp.argsort(experts)
+    sizes = jax.nn.one_hot(experts, num_experts, dtype=jnp.int32).sum(axis=0)
+
+    def multiply(rows: Array, matrices: Any) -> Array:
+        if is_few:
+            return jnp.einsum("ri,roi->ro", rows, matrices[experts])
+        return checkpoint_name(grouped_product(rows, matrices[:], sizes), EXPERT_PRODUCT)
+
+    # 2) SwiGLU, and back to the order of the tokens.
+    back = jnp.argsort(order)
+    rows = _permute(jnp.repeat(x, chosen.shape[1], axis=0), order, back)
+    hidden = silu_gate(multiply(rows, gate), multiply(rows, up))
+    outputs = _permute(multiply(hidden, down), back, order)
+    outputs = jnp.where(is_here[:, None], outputs, 0).reshape(*chosen.shape, -1)
+    return jnp.einsum("tk,tke->te", weights.astype(x.dtype), outputs)
+
+
+@jax.custom_vjp
+def _permute(rows: Array, order: Array, back: Array) -> Array:
+    """Return ``rows[order]``; ``back`` is the inverse order, by which gradients go back."""
+    return rows[order]
+
+
+_permute.defvjp(
+    lambda rows, order, back: (rows[order], (order, back)),
+    lambda orders, gradient: (_permute(gradient, *orders[::-1]), None, None),
+)
+
+
+def ragged_product(
+    x: Float[Array, "rows inputs"],
+    matrices: Float[Array, "experts outputs inputs"],
+    sizes: Int[Array, "experts"],
+) -> Float[Array, "rows outputs"]:
+    """Multiply the first ``sizes[0]`` rows by the first matrix, the next by the second, and on."""
+    contracted = (((1,), (2,)), ((), ()))
+    dims = jax.lax.RaggedDotDimensionNumbers(contracted, [0], [0])
+    return jax.lax.ragged_dot_general(x, matrices, sizes, dims)
 
 
 def rope_tables(

@@ -22,6 +22,9 @@ _SIZES = {
     "heads": "num_heads",
     "kv_heads": "num_kv_heads",
     "head_dim": "head_dim",
+    "experts": "num_experts",
+    "scores": "num_experts",
+    "expert_mlp": "expert_dim",
 }
 """The field of ``LlamaConfig`` that holds the size of each axis."""
 
@@ -39,7 +42,7 @@ class Parameter:
         inputs: the axes that a product with this matrix sums over; empty for a scale or a bias.
         meta: the name in Meta's files, without ``layers.0.`` and ``.weight``; empty if they have
             none.
-        huggingface: the same for Hugging Face's files.
+        huggingface: the same for Hugging Face's files; ``{}`` stands for the index of an expert.
         gguf: the same for GGUF files.
         llama2c: index in the order of a llama2.c file; -1 if it has none.
         role: a matrix takes part in products, so it is decayed and counted in FLOPs.
@@ -51,6 +54,7 @@ class Parameter:
             apart here and in Hugging Face's files, and adjacent in the other formats.
         joined: the name of the matrix that decoding makes of all matrices with the same ``joined``,
             by concatenating their outputs.
+        rounds: whether decoding in int8 rounds it, if it is a matrix.
         when: whether a model with a configuration has this parameter.
     """
 
@@ -66,6 +70,7 @@ class Parameter:
     residual: bool = False
     rotary: bool = False
     joined: str = ""
+    rounds: bool = True
     when: Callable[[LlamaConfig], bool] = lambda config: True
 
     def name(self, file_format: NamedFormat, layer: int = 0) -> str:
@@ -126,6 +131,20 @@ def _qk_norm(kind: str, axes: str, huggingface: str, gguf: str) -> Parameter:
         huggingface=huggingface,
         gguf=gguf,
         when=lambda config: config.qk_norm == kind,
+    )
+
+
+EXPERT_MATRICES = ("experts_gate", "experts_up", "experts_down")
+
+
+def _experts(axes: str, huggingface: str, gguf: str, **columns: Any) -> Parameter:
+    """Return the row of the router, or of a matrix that each expert has."""
+    return _row(
+        axes,
+        huggingface=huggingface,
+        gguf=gguf,
+        when=lambda config: config.num_experts > 0,
+        **columns,
     )
 
 
@@ -206,6 +225,7 @@ PARAMETERS = {
         gguf="ffn_gate",
         llama2c=7,
         joined="w_gate_up",
+        when=lambda config: not config.num_experts,
     ),
     "layers/w_up": _row(
         "layers *embed mlp",
@@ -214,6 +234,7 @@ PARAMETERS = {
         gguf="ffn_up",
         llama2c=9,
         joined="w_gate_up",
+        when=lambda config: not config.num_experts,
     ),
     "layers/w_down": _row(
         "layers *mlp embed",
@@ -221,6 +242,21 @@ PARAMETERS = {
         huggingface="mlp.down_proj",
         gguf="ffn_down",
         llama2c=8,
+        residual=True,
+        when=lambda config: not config.num_experts,
+    ),
+    # Its outputs are no axis "experts", which devices would split: each needs all scores.
+    "layers/router": _experts("layers *embed scores", "mlp.gate", "ffn_gate_inp", rounds=False),
+    "layers/experts_gate": _experts(
+        "layers experts expert_mlp *embed", "mlp.experts.{}.gate_proj", "ffn_gate_exps"
+    ),
+    "layers/experts_up": _experts(
+        "layers experts expert_mlp *embed", "mlp.experts.{}.up_proj", "ffn_up_exps"
+    ),
+    "layers/experts_down": _experts(
+        "layers experts embed *expert_mlp",
+        "mlp.experts.{}.down_proj",
+        "ffn_down_exps",
         residual=True,
     ),
     "layers/attn_out_norm": _norm(
@@ -324,9 +360,17 @@ def initial_std(parameter: Parameter, config: LlamaConfig) -> float:
     return parameter.gain / math.sqrt(matrix_shape(parameter, config)[-1] * depth)
 
 
-def count_parameters(config: LlamaConfig) -> int:
-    """Return the number of parameters of a model with this configuration."""
-    return sum(math.prod(shape_of(row, config)) for row in parameter_table(config).values())
+def count_parameters(config: LlamaConfig, *, active: bool = False) -> int:
+    """Return the number of parameters, or of those that a token meets: not all experts."""
+    return sum(count_row(row, config, active) for row in parameter_table(config).values())
+
+
+def count_row(row: Parameter, config: LlamaConfig, active: bool = False) -> int:
+    """Return the number of values of a parameter, or of those that a token meets."""
+    size = math.prod(shape_of(row, config))
+    if active and "experts" in row.axes:
+        size = size // config.num_experts * config.experts_per_token
+    return size
 
 
 def map_by_path(function: Any, params: Any, prefix: str = "") -> Any:

@@ -22,7 +22,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jllama.core.config import LlamaConfig
-from jllama.core.model import Functions, LayerGather, Llama, build_llama, initial_params
+from jllama.core.model import DEFAULTS, Functions, LayerGather, Llama, build_llama, initial_params
 from jllama.core.parameters import Params
 
 Scalar = Float[Array, ""]
@@ -193,13 +193,14 @@ class Setup(NamedTuple):
     optimizer: optax.GradientTransformation
     objective: Objective = next_token
     options: Any = None  # of the objective
-    functions: Functions = Functions()
+    functions: Functions = DEFAULTS
     trainable: Trainable = Trainable()
     parallel: Exchanges = Exchanges()
     accumulation: int = 1  # parts of a batch that are computed one after the other
     gradient_dtype: Any = jnp.float32
     ema: float = 0.0  # the largest decay of the running mean of weights; 0 for none
     spike_factor: float = 0.0  # skip gradients over this many times the usual norm; 0: none
+    route: Any = None  # chooses experts: ``ops.balanced_route`` with the weights of its losses
 
 
 class TrainState(NamedTuple):
@@ -338,7 +339,15 @@ def forward(
     gathered = dict(params)
     for name in ("embed", "final_norm"):
         gathered[name] = parallel.gather(name, params[name], receivers[name])
-    hidden = build_llama(setup.config, gathered, setup.functions).hidden(
+    functions = setup.functions
+    # The losses of answers are sums over rows, which those of tokens would drown.
+    has_answers = targets.reference is not None or targets.sampled is not None
+    trains_router = receivers["layers"].get("router") is not None
+    if setup.route and trains_router and not has_answers:
+        counted = targets.counted.reshape(-1)
+        route = functools.partial(setup.route, counted=counted, sum_devices=parallel.sum)
+        functions = functions._replace(route=route)
+    hidden = build_llama(setup.config, gathered, functions).hidden(
         targets.inputs,
         targets.segments,
         parallel.positions(targets.inputs),

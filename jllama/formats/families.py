@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jllama.core import JllamaError
 from jllama.core.config import LlamaConfig
-from jllama.system.files import Json, read_field
+from jllama.system.files import Json, read_field, read_fields
 
 MULTIPLIERS = {
     "embedding_multiplier": "embedding_scale",
@@ -39,6 +39,10 @@ class Family(NamedTuple):
         is_fused: whether files have queries, keys and values as one matrix, and gate and up.
         is_interleaved: whether rotary channels are interleaved pairs in GGUF files.
         scales_rope: whether a model may have ``rope_scaling``.
+        experts: the key and the default in ``config.json`` of each field about experts.
+        refused: keys of ``config.json`` whose other values jllama does not have.
+        normalizes_in_gguf: whether llama.cpp has ``normalize_expert_weights``.
+        renamed: parts of names of tensors, as in other families, and what they are here.
     """
 
     model_type: str
@@ -51,6 +55,10 @@ class Family(NamedTuple):
     is_fused: bool = False
     is_interleaved: bool = False
     scales_rope: bool = True
+    experts: Mapping[str, tuple[str, Any]] = {}
+    refused: Mapping[str, Any] = {}
+    normalizes_in_gguf: bool = True
+    renamed: tuple[tuple[str, str], ...] = ()
 
 
 def _after_first_layers(layer: int, fields: Mapping[str, Any]) -> bool:
@@ -73,6 +81,21 @@ _MISTRAL = {
     "sliding_window": 4096,
 }
 _OLMO = {"rms_norm_eps": 1e-5}
+_MIXTRAL_EXPERTS = {
+    "num_experts": ("num_local_experts", 8),
+    "experts_per_token": ("num_experts_per_tok", 2),
+    "expert_dim": ("intermediate_size", 14_336),
+}
+_OLMOE_EXPERTS = {
+    "num_experts": ("num_experts", 64),
+    "experts_per_token": ("num_experts_per_tok", 8),
+    "expert_dim": ("intermediate_size", 2048),
+    "normalize_expert_weights": ("norm_topk_prob", False),
+}
+_QWEN_EXPERTS = _OLMOE_EXPERTS | {
+    "num_experts": ("num_experts", 128),
+    "expert_dim": ("moe_intermediate_size", 768),
+}
 _LLAMA = Family("llama", "LlamaForCausalLM", "llama", is_interleaved=True)
 FAMILIES = {
     family.model_type: family
@@ -165,11 +188,74 @@ FAMILIES = {
             defaults=dict.fromkeys(MULTIPLIERS, 1.0),
             is_interleaved=True,
         ),
+        Family(
+            "mixtral",
+            "MixtralForCausalLM",
+            "llama",
+            fixed={"normalize_expert_weights": True},
+            optional=("sliding_window", *_MIXTRAL_EXPERTS),
+            defaults={
+                "intermediate_size": 14_336,
+                "num_key_value_heads": 8,
+                "max_position_embeddings": 131_072,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 1_000_000.0,
+            },
+            is_interleaved=True,
+            experts=_MIXTRAL_EXPERTS,
+            renamed=(
+                ("mlp.gate.", "block_sparse_moe.gate."),
+                ("mlp.experts.", "block_sparse_moe.experts."),
+                ("gate_proj.", "w1."),
+                ("up_proj.", "w3."),
+                ("down_proj.", "w2."),
+            ),
+        ),
+        Family(
+            "qwen3_moe",
+            "Qwen3MoeForCausalLM",
+            "qwen3moe",
+            fixed={"qk_norm": "head"},
+            optional=tuple(_QWEN_EXPERTS),
+            defaults={
+                "hidden_size": 2048,
+                "intermediate_size": 6144,
+                "num_hidden_layers": 24,
+                "num_key_value_heads": 4,
+                "max_position_embeddings": 32_768,
+                "use_sliding_window": False,
+            },
+            experts=_QWEN_EXPERTS,
+            refused={"decoder_sparse_step": 1, "mlp_only_layers": []},
+        ),
+        Family(
+            "olmoe",
+            "OlmoeForCausalLM",
+            "olmoe",
+            fixed={"qk_norm": "whole"},
+            optional=tuple(_OLMOE_EXPERTS),
+            defaults=_OLMO
+            | {
+                "hidden_size": 2048,
+                "intermediate_size": 2048,
+                "num_hidden_layers": 16,
+                "num_attention_heads": 16,
+                "max_position_embeddings": 4096,
+            },
+            experts=_OLMOE_EXPERTS,
+            refused={"clip_qkv": False},
+            normalizes_in_gguf=False,
+        ),
     )
 }
 """The families by ``model_type``. A model is written as the first one that can hold it."""
-GGUF_FAMILIES = {family.gguf: family for family in FAMILIES.values()}
-"""The families by GGUF's architecture; of those that share one, the one with the most options."""
+GGUF_FAMILIES = {
+    family.gguf: family for family in FAMILIES.values() if family.model_type != "mixtral"
+}
+"""The families by GGUF's architecture; of those that share one, the one with the most options.
+
+Mixtral's is that of a Llama, and has a number of experts.
+"""
 
 
 def family_of(config: LlamaConfig) -> Family:
@@ -208,6 +294,12 @@ def read_options(fields: Json, family: Family, num_layers: int, source: Path) ->
     """
     names = [name for name in MULTIPLIERS if name in family.optional]
     values = dict(family.fixed) | {name: read_field(fields, name, 1.0, source) for name in names}
+    # transformers 5 writes the number of experts by either name.
+    names = [key for key in ("num_experts", "num_local_experts") if fields.get(key) is not None]
+    if len(names) > 1 and fields[names[0]] != fields[names[1]]:
+        raise JllamaError(f"{source} has two numbers of experts, {' and '.join(names)}: remove one")
+    counts = dict.fromkeys(("num_experts", "num_local_experts"), fields[names[0]]) if names else {}
+    values |= read_fields(fields | counts, family.experts, source)
     if "no_rope_layers" in family.optional:
         values["no_rope_layers"] = _no_rope_layers(fields, num_layers, source)
     if "sliding_window" in family.optional:
@@ -281,6 +373,7 @@ def written_options(config: LlamaConfig, family: Family) -> Json:
     """Return the entries of ``config.json`` that a Llama does not have."""
     layers = range(config.num_layers)
     entries: Json = multipliers(config, family)
+    entries |= {key: getattr(config, name) for name, (key, _) in family.experts.items()}
     if "no_rope_layers" in family.optional:
         entries["no_rope_layers"] = [int(layer not in config.no_rope_layers) for layer in layers]
     if "partial_rotary_factor" in family.optional:

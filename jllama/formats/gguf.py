@@ -18,8 +18,15 @@ from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, LlamaFileType
 
 from jllama.core import JllamaError, UsageError
 from jllama.core.config import LLAMA_VALUES, ROPE_SCALINGS, LlamaConfig, RopeScaling
-from jllama.core.parameters import PARAMETERS
-from jllama.formats.families import GGUF_FAMILIES, MULTIPLIERS, Family, family_of, multipliers
+from jllama.core.parameters import PARAMETERS, shape_of
+from jllama.formats.families import (
+    FAMILIES,
+    GGUF_FAMILIES,
+    MULTIPLIERS,
+    Family,
+    family_of,
+    multipliers,
+)
 from jllama.formats.gguf_file import MAGIC, OURS, PLAIN, read_gguf_file, shortest, write_gguf_file
 from jllama.formats.tensors import (
     Checkpoint,
@@ -137,6 +144,8 @@ def read(path: Path) -> Checkpoint:
 
     # 2) Read the configuration, and match the tensors with it.
     family = GGUF_FAMILIES[architecture]
+    if architecture == "llama" and metadata.get("llama.expert_count"):
+        family = FAMILIES["mixtral"]
     with errors_as(f"{file} does not describe a model that jllama has"):
         config = _read_config(metadata, family, stored, file)
     stored.pop(ROPE_FREQS, None)
@@ -170,21 +179,22 @@ def read(path: Path) -> Checkpoint:
 
 
 def _narrow_norms(tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
-    """Return the tensors with norms in the 16-bit dtype of all matrices, if no value changes.
+    """Return norms and routers in the 16-bit dtype of all other matrices, if no value changes.
 
     A 16-bit model that was converted to GGUF gets its own dtype back.
     """
-    dtypes = {tensor.dtype for tensor in tensors.values() if len(tensor.shape) > 1}
+    small = [key for key in tensors if len(tensors[key].shape) == 1 or key.endswith("/router")]
+    dtypes = {tensor.dtype for key, tensor in tensors.items() if key not in small}
     dtype = dtypes.pop()
     narrowed = dict(tensors)
     if dtypes or dtype.itemsize != 2:
         return narrowed
-    for key, tensor in tensors.items():
-        if len(tensor.shape) == 1:
-            with np.errstate(over="ignore"):
-                norm = np.asarray(tensor).astype(dtype)
-            if have_same_bits(norm.astype(np.float32), tensor):
-                narrowed[key] = norm
+    for key in small:
+        tensor = tensors[key]
+        with np.errstate(over="ignore"):
+            narrow = np.asarray(tensor[0 : tensor.shape[0]]).astype(dtype)
+        if have_same_bits(narrow.astype(np.float32), tensor):
+            narrowed[key] = narrow
     return narrowed
 
 
@@ -257,6 +267,16 @@ def _read_config(
         values |= _read_windows(keys, family, values["num_layers"])
     if "rope_scaling_layers" in family.optional:
         values["rope_scaling_layers"] = "full_attention"
+    if family.experts:
+        has_one_width = family.experts["expert_dim"][0] == "intermediate_size"
+        values |= {
+            "num_experts": keys.take("expert_count", int),
+            "experts_per_token": keys.take("expert_used_count", int),
+            "expert_dim": keys.take(
+                "expert_feed_forward_length", int, values["mlp_dim"] if has_one_width else None
+            ),
+            "normalize_expert_weights": family.normalizes_in_gguf,
+        }
     config = LlamaConfig(**values)
 
     # 3) The scaling, and keys that jllama does not know.
@@ -393,7 +413,12 @@ def write(checkpoint: Checkpoint, target: Path, dtype: Dtype, on_progress: OnPro
     named = tensors_to_write(
         checkpoint, "gguf", is_fused=family.is_fused, is_interleaved=family.is_interleaved
     )
-    tensors = [(name, tensor, _type_to_write(spec, tensor, dtype)) for name, spec, tensor in named]
+    tensors = []
+    shapes = {}
+    for name, spec, tensor in named:
+        tensors.append((name, tensor, _type_to_write(spec, tensor, dtype)))
+        if "experts" in spec.parameter.outputs[:-1]:
+            shapes[name] = shape_of(spec.parameter, config)[1:]
     types = collections.Counter(type_.name for _, tensor, type_ in tensors if len(tensor.shape) > 1)
     if divisors is not None:
         tensors.append((ROPE_FREQS, divisors.astype(np.float32), GGMLQuantizationType.F32))
@@ -417,7 +442,7 @@ def write(checkpoint: Checkpoint, target: Path, dtype: Dtype, on_progress: OnPro
     if checkpoint.chat_template is not None:
         metadata[CHAT_TEMPLATE] = checkpoint.chat_template
     metadata |= _stop_ids_to_write(checkpoint, metadata.get("tokenizer.ggml.tokens", ()))
-    write_gguf_file(target, metadata, tensors, on_progress)
+    write_gguf_file(target, metadata, tensors, on_progress, shapes)
 
 
 def _options_to_write(config: LlamaConfig, family: Family) -> dict[str, Any]:
@@ -434,6 +459,17 @@ def _options_to_write(config: LlamaConfig, family: Family) -> dict[str, Any]:
             f"llama.cpp's {family.gguf} has no rotation in the layers {layers_of_llama_cpp}, "
             f"this model in {config.no_rope_layers}: choose another format"
         )
+    if config.num_experts:
+        if config.normalize_expert_weights != family.normalizes_in_gguf:
+            raise JllamaError(
+                f"llama.cpp's {family.gguf} has normalize_expert_weights "
+                f"{family.normalizes_in_gguf}: choose another format"
+            )
+        keys["expert_count"] = config.num_experts
+        keys["expert_used_count"] = config.experts_per_token
+        keys["expert_feed_forward_length"] = config.expert_dim
+        if family.experts["expert_dim"][0] == "intermediate_size":
+            keys[_FIELDS["mlp_dim"]] = config.expert_dim
     if not config.sliding_window:
         return keys
     keys[_WINDOW] = config.sliding_window
@@ -460,7 +496,8 @@ def _type_to_write(spec: TensorSpec, tensor: FileTensor, dtype: Dtype) -> GGMLQu
                 "choose float32, float16, bfloat16 or q8_0"
             )
         type_ = _TYPES[number]
-    return type_ if spec.parameter.role == "matrix" else GGMLQuantizationType.F32
+    is_matrix = spec.parameter.role == "matrix" and spec.parameter.rounds
+    return type_ if is_matrix else GGMLQuantizationType.F32
 
 
 def _stop_ids_to_write(checkpoint: Checkpoint, tokens: Sequence[str]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -59,8 +60,8 @@ def read_gguf_file(path: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
 
     A float32 of the metadata becomes the shortest decimal that rounds to it: 1e-05, not
     9.999999747378752e-06. In arrays of strings, bytes that are not UTF-8 become lone surrogates
-    (``surrogateescape``). Tensors are ``[outputs, inputs]``. If any tensor is quantized, 16-bit
-    ones are read as float32, too.
+    (``surrogateescape``). Tensors are ``[outputs, inputs]``, those of experts one below the other.
+    If any tensor is quantized, 16-bit ones are read as float32, too.
 
     Raises:
         JllamaError: The file is truncated or makes no sense, or a tensor cannot be dequantized.
@@ -111,11 +112,14 @@ def read_gguf_file(path: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
             )
         stored = data[first + info.offset : stop]
         dtype = PLAIN.get(info.type_)
+        shape = info.shape
+        if len(shape) == 3:  # a matrix of each expert
+            shape = (shape[0] * shape[1], shape[2])
         if dtype is None or (is_quantized and dtype.itemsize == 2):
-            rows = stored.reshape(info.shape[0], -1)
-            tensors[name] = _dequantize_lazily(rows, info.type_, info.shape)
+            rows = stored.reshape(shape[0], -1)
+            tensors[name] = _dequantize_lazily(rows, info.type_, shape)
         else:
-            tensors[name] = stored.view(dtype).reshape(info.shape)
+            tensors[name] = stored.view(dtype).reshape(shape)
         next_offset = GGUFWriter.ggml_pad(stop - first, alignment)
         previous = name
     excess = size - first - next_offset
@@ -236,8 +240,11 @@ def write_gguf_file(
     metadata: Mapping[str, Any],
     tensors: Sequence[tuple[str, FileTensor, GGMLQuantizationType]],
     on_progress: OnProgress,
+    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> None:
     """Write a GGUF file of version 3, a block of rows at a time.
+
+    ``shapes`` are those of tensors that have a matrix of each expert, by name.
 
     Integers have 32 bits, other numbers are float32, or float64 under keys of ``OURS``.
 
@@ -248,7 +255,7 @@ def write_gguf_file(
     parts += [_encode_text(key) + _encode_value(key, value) for key, value in metadata.items()]
     offset = 0
     for name, tensor, type_ in tensors:
-        dims = tensor.shape[::-1]
+        dims = shapes.get(name, tensor.shape)[::-1]
         info = struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, type_, offset)
         parts.append(_encode_text(name) + info)
         offset += GGUFWriter.ggml_pad(_num_bytes(tensor.shape, type_), _ALIGNMENT)

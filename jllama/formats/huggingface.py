@@ -95,6 +95,7 @@ _HEAD = PARAMETERS["lm_head"].name("huggingface")
 _DROPPED = {
     GENERATION_CONFIG: ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
     TOKENIZER_CONFIG: ("pad_token",),
+    CONFIG: ("router_aux_loss_coef", "router_jitter_noise"),
 }
 """Fields by file that conversion leaves behind."""
 
@@ -153,8 +154,11 @@ def _find_family(fields: Mapping[str, Any], source: Path) -> Family:
 
 def _refuse_other_options(fields: dict[str, Any], family: Family, source: Path) -> None:
     """Raise ``JllamaError`` for options that jllama's models of a family do not have."""
+    fixed = {**_FIXED, **family.refused}
+    if family.experts:
+        del fixed["num_local_experts"], fixed["num_experts"]
     refused = {
-        key: fields[key] for key, value in _FIXED.items() if (fields.get(key) or value) != value
+        key: fields[key] for key, value in fixed.items() if (fields.get(key) or value) != value
     }
     if "sliding_window" not in family.optional:
         if fields.get("use_sliding_window"):
@@ -373,9 +377,15 @@ def read(path: Path) -> Checkpoint:
             remedy = "with score.weight it is a classifier, which jllama does not have"
         raise JllamaError(f"{path} has no {_HEAD}: {remedy}")
     tied_head = weights.pop(_HEAD, None) if config.tie_embeddings else None
-    is_fused = _find_family(fields, source).is_fused
+    family = _find_family(fields, source)
     tensors = match_tensors(
-        weights, config, "huggingface", path, is_fused=is_fused, is_interleaved=False
+        weights,
+        config,
+        "huggingface",
+        path,
+        is_fused=family.is_fused,
+        is_interleaved=False,
+        renamed=family.renamed,
     )
     if tied_head is not None and not have_same_bits(tied_head, tensors["embed"]):
         raise JllamaError(
@@ -406,8 +416,14 @@ def write(
 ) -> None:
     """Write a folder that transformers loads without changes."""
     # 1) Collect the tensors, each with the dtype to write it in.
-    is_fused = family_of(checkpoint.config).is_fused
-    named = tensors_to_write(checkpoint, "huggingface", is_fused=is_fused, is_interleaved=False)
+    family = family_of(checkpoint.config)
+    named = tensors_to_write(
+        checkpoint,
+        "huggingface",
+        is_fused=family.is_fused,
+        is_interleaved=False,
+        renamed=family.renamed,
+    )
     tensors = {name: (name, tensor, dtype or tensor.dtype) for name, _, tensor in named}
     dtypes = {kind for _, _, kind in tensors.values()}
     unknown = dtypes - set(DTYPES.values())
@@ -452,11 +468,11 @@ def write(
 
 
 def dropped_fields(folder: Path) -> list[str]:
-    """Name what a folder says of sampling and padding, which no ``Checkpoint`` holds."""
+    """Name what a folder says of sampling, padding and training, which no ``Checkpoint`` holds."""
     names = []
     for file, keys in _DROPPED.items():
         fields = read_optional_json(folder / file)
-        names += [key for key in keys if fields.get(key) is not None]
+        names += [key for key in keys if fields.get(key) not in (None, 0.0)]
     return names
 
 

@@ -232,7 +232,8 @@ def load(
     stop_ids = checkpoint.stop_ids
     if tokenizer:
         stop_ids = tokenizer.stops_or_eos(stop_ids)
-    matrix = checkpoint.tensors["layers/0/w_down"]
+    down = "w_down" if "layers/0/w_down" in checkpoint.tensors else "experts_down"
+    matrix = checkpoint.tensors[f"layers/0/{down}"]
     return LanguageModel(
         checkpoint.config,
         params,

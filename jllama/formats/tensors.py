@@ -102,6 +102,7 @@ class LazyTensor:
 
 
 FileTensor = np.ndarray | LazyTensor  # read by rows; an array may be a memory map
+Renamed = Sequence[tuple[str, str]]  # parts of names in most files, and in those of a family
 NamedTensor = tuple[str, FileTensor, np.dtype]  # to write: name, tensor, dtype in the file
 
 
@@ -233,7 +234,10 @@ def _row_range(tensor: FileTensor, start: int, size: int) -> FileTensor:
 
 
 def file_tensors(
-    config: LlamaConfig, file_format: NamedFormat, is_fused: bool = False
+    config: LlamaConfig,
+    file_format: NamedFormat,
+    is_fused: bool = False,
+    renamed: Renamed = (),
 ) -> dict[str, list[TensorSpec]]:
     """Return what each tensor of a file holds, by its name; several if they are fused to one."""
     specs: dict[str, list[TensorSpec]] = {}
@@ -241,8 +245,17 @@ def file_tensors(
         name = spec.name(file_format)
         if is_fused:
             name = spec.parameter.fused_name(file_format, spec.layer)
+        for usual, own in renamed:
+            name = name.replace(usual, own)
         specs.setdefault(name, []).append(spec)
     return specs
+
+
+def names_of_experts(name: str, config: LlamaConfig) -> list[str]:
+    """Return the names of a tensor's parts, if files have one for each expert, or its own name."""
+    if "{}" not in name:
+        return [name]
+    return [name.format(expert) for expert in range(config.num_experts)]
 
 
 def match_tensors(
@@ -253,6 +266,7 @@ def match_tensors(
     *,
     is_fused: bool = False,
     is_interleaved: bool = True,
+    renamed: Renamed = (),
 ) -> dict[str, FileTensor]:
     """Return a file's tensors by ``TensorSpec.key``, with rotary channels half-split.
 
@@ -263,6 +277,7 @@ def match_tensors(
         source: The file, for messages.
         is_fused: Whether the file has joined matrices (``parameters.FUSED``).
         is_interleaved: Whether its rotary channels are interleaved pairs.
+        renamed: Parts of the names of tensors, and what they are in this file.
 
     Raises:
         JllamaError: A tensor is missing, not of this model, or of another shape; all are listed.
@@ -272,12 +287,13 @@ def match_tensors(
             f"{source} says it has {config.num_layers} layers, "
             f"but holds {len(tensors)} tensors in all"
         )
-    named = file_tensors(config, file_format, is_fused)
+    named = file_tensors(config, file_format, is_fused, renamed)
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-    expected = {
-        name: [sum(spec.shape[0] for spec in specs), *specs[0].shape[1:]]
-        for name, specs in named.items()
-    }
+    expected = {}
+    for name, specs in named.items():
+        parts = names_of_experts(name, config)
+        rows = sum(spec.shape[0] for spec in specs) // len(parts)
+        expected |= {part: [rows, *specs[0].shape[1:]] for part in parts}
     problems = differences(shapes, expected)
     if problems:
         raise JllamaError(
@@ -286,8 +302,9 @@ def match_tensors(
     matched = {}
     for name, specs in named.items():
         start = 0
+        whole = concatenate_rows([tensors[part] for part in names_of_experts(name, config)])
         for spec in specs:
-            part = tensors[name]
+            part = whole
             if len(specs) > 1:
                 part = _row_range(part, start, spec.shape[0])
                 start += spec.shape[0]
@@ -303,14 +320,19 @@ def tensors_to_write(
     *,
     is_fused: bool = False,
     is_interleaved: bool = True,
+    renamed: Renamed = (),
 ) -> Iterator[tuple[str, TensorSpec, FileTensor]]:
     """Yield what ``match_tensors`` reads: each name, the first tensor under it, and the content."""
     config = checkpoint.config
-    for name, specs in file_tensors(config, file_format, is_fused).items():
+    for name, specs in file_tensors(config, file_format, is_fused, renamed).items():
         tensor = concatenate_rows([checkpoint.tensors[spec.key] for spec in specs])
         if is_interleaved:
             tensor = reorder_rotary(specs[0], tensor, config, to_half_split=False)
-        yield name, specs[0], tensor
+        parts = names_of_experts(name, config)
+        rows = tensor.shape[0] // len(parts)
+        for index, part in enumerate(parts):
+            content = tensor if len(parts) == 1 else _row_range(tensor, index * rows, rows)
+            yield part, specs[0], content
 
 
 def size_bytes(checkpoint: Any, dtype: Dtype | None) -> int:
@@ -396,20 +418,32 @@ def _fill_stack(
     row = specs[0].parameter
     sizes = axis_sizes(row, checkpoint.config)
     bounds = dict(zip(row.axes, slices, strict=True))
-    # In a file several axes are joined to one. Of these, only the first may be split over devices.
-    part = []
-    for axes in (row.outputs, row.inputs):
-        if axes:
-            inner = math.prod(sizes[axis] for axis in axes[1:])
-            first = bounds[axes[0]]
-            part.append(slice(first.start * inner, first.stop * inner))
     layers = [out]
     if "layers" in bounds:
         specs = specs[bounds["layers"]]
         layers = list(out)
     tensors = [checkpoint.tensors[spec.key] for spec in specs]
+    outputs = row.outputs
+    if "experts" in outputs:  # the matrices of experts are read one by one
+        outputs = tuple(axis for axis in outputs if axis != "experts")
+        rows = math.prod(sizes[axis] for axis in outputs)
+        experts = range(sizes["experts"])[bounds["experts"]]
+        tensors = [
+            _row_range(tensor, index * rows, rows) for tensor in tensors for index in experts
+        ]
+        matrices = [matrix for layer in layers for matrix in layer]
+    else:
+        matrices = [as_matrix(row, layer) for layer in layers]
+
+    # In a file several axes are joined to one. Of these, only the first may be split over devices.
+    part = []
+    for axes in (outputs, row.inputs):
+        if axes:
+            inner = math.prod(sizes[axis] for axis in axes[1:])
+            first = bounds[axes[0]]
+            part.append(slice(first.start * inner, first.stop * inner))
     read = functools.partial(_read_part, dtype=out.dtype, on_progress=on_progress, part=part)
-    _map_in_threads(lambda tensor, layer: read(tensor, out=as_matrix(row, layer)), tensors, layers)
+    _map_in_threads(lambda tensor, matrix: read(tensor, out=matrix), tensors, matrices)
 
 
 def _map_in_threads(function: Callable[..., Any], *iterables: Iterable[Any]) -> list[Any]:
@@ -449,7 +483,8 @@ def load_decode_params(
         tensor = concatenate_rows([checkpoint.tensors[spec.key] for spec in specs])
         own = functools.reduce(np.promote_types, [dtypes[spec.path] for spec in specs])
         layout = [(tensor.shape, own)]
-        if quantize and specs[0].parameter.inputs:
+        row = specs[0].parameter
+        if quantize and row.inputs and row.rounds:
             layout = [(tensor.shape, np.dtype(np.int8)), (tensor.shape[:1], own)]
         groups[path] = _Group(specs, tensor, own, layout)
     groups = dict(sorted(groups.items(), key=lambda item: -math.prod(item[1].tensor.shape)))

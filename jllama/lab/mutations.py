@@ -6,6 +6,7 @@ of the code or of the weights, for every variant that it concerns. The tests pla
 
 import dataclasses
 import functools
+import inspect
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -50,7 +51,11 @@ def model_with(**functions: Any) -> types.ModuleType:
     replaced = types.SimpleNamespace(**vars(ops) | functions)
     names.update(ops=replaced, KVCache=KVCache, _run_layer=names["_run_layer"].__wrapped__)
     kernel = functions.get("attention", _attention)
-    others = {name: functions[name] for name in ("project",) if name in functions}
+    others = {name: functions[name] for name in ("project", "route") if name in functions}
+    # Experts, too, call the functions in place of the usual ones.
+    mix: Any = functions_of("auto", "dots", _CHUNK_TOKENS).mix_experts
+    mix_experts = types.FunctionType(inspect.unwrap(mix.func).__code__, vars(replaced))
+    others["mix_experts"] = functools.partial(mix_experts, **mix.keywords)
 
     def build_model(
         config: LlamaConfig,
@@ -150,11 +155,18 @@ def _untied(config: LlamaConfig, params: Params) -> Model:
     return separate, {"lm_head": random_params(separate, 1)["lm_head"]} | params
 
 
+def feed_forward(layer: Any, x: Array, inputs: Any) -> Array:
+    """Compute a layer's SwiGLU, or that of its experts."""
+    if layer.config.num_experts:
+        return layer.experts(x, inputs.functions)
+    return layer.feed_forward(x)
+
+
 def _post_norm_layer(layer: Any, x: Array, inputs: Any, cached: Any = None) -> tuple:
     """Normalize the sum after each branch, as in the Transformer of 2017, not its input."""
     mixed, cached = layer.attention(x, inputs, cached)
     x = layer.normalize(x + layer.residual(mixed), "attn_norm")
-    x = x + layer.residual(layer.feed_forward(x))
+    x = x + layer.residual(feed_forward(layer, x, inputs))
     return layer.normalize(x, "mlp_norm"), cached
 
 
@@ -181,6 +193,10 @@ def _mask_one_ahead(offset: Array | None = None, **others: Any) -> F.Mask:
 def _bfloat16_tables(*arguments: Any) -> list[Array]:
     """Round RoPE's cosines and sines to bfloat16."""
     return [table.astype(jnp.bfloat16).astype(jnp.float32) for table in F.rope_tables(*arguments)]
+
+
+def _has_experts(config: LlamaConfig) -> bool:
+    return config.num_experts > 0
 
 
 def _without_bias(config: LlamaConfig, params: Params) -> Model:
@@ -381,6 +397,28 @@ MUTATIONS = [
     _wrong_field("no add factor", "residual_multiplier", lambda _: 1.0),
     _wrong_field("no score factor", "attention_multiplier", lambda _: 0.0),
     _wrong_field("no logit factor", "logits_scaling", lambda _: 1.0),
+    # Gate and up are exchanged: Meta's and Mixtral's files call them w1 and w3.
+    Mistake(
+        "gate and up exchanged",
+        model=model_with(silu_gate=lambda gate, up: F.silu_gate(up, gate)),
+        name="gate for up",
+    ),
+    # The weights of experts are divided by their sum where they should not be, or the reverse.
+    _wrong_field(
+        "weight sum", "normalize_expert_weights", lambda is_normalized: not is_normalized
+    )._replace(applies=_has_experts),
+    # The last of a token's experts is forgotten.
+    _wrong_field("expert -1", "experts_per_token", lambda count: count - 1 if count > 1 else count),
+    # The router's logits are computed in bfloat16.
+    Mistake(
+        "experts chosen by logits in bfloat16",
+        model=model_with(
+            # Not by ``astype``: in compiled code XLA would leave such rounding out.
+            route=lambda logits, *choice: ops.route(jax.lax.reduce_precision(logits, 8, 7), *choice)
+        ),
+        name="bfloat16 router",
+        applies=_has_experts,
+    ),
 ]
 """The known mistakes, in the order of the matrix's columns."""
 

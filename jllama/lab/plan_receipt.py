@@ -25,7 +25,7 @@ from jllama.models.build import build_model
 from jllama.models.decode_params import DecodeParams, Quantization, decode_layout
 from jllama.parallel.config import MeshConfig
 from jllama.parallel.sharding import check_divides, make_mesh, matrix_sharding
-from jllama.parallel.shards import AXES, batch_shardings
+from jllama.parallel.shards import AXES, batch_shardings, row_ways
 from jllama.system.devices import ACCELERATORS, Accelerator
 from jllama.system.files import Json
 from jllama.system.memory import device_bytes, program_bytes
@@ -232,7 +232,7 @@ def plan_training(config: TrainConfig, topology: str) -> Receipt:
         "starting_bytes": starting_bytes(plan),
     }
     if not accelerator.kind:  # nothing compiles for it
-        rows = options.batch_size / mesh.shape["data"] / mesh.shape["fsdp"] / options.accumulation
+        rows = options.batch_size / row_ways(mesh.shape) / options.accumulation
         known["temporaries_bytes"] = known["gradients_bytes"] + int(stored_bytes(config, rows))
 
     # The program, and advice if it does not fit.
@@ -255,7 +255,8 @@ def stored_bytes(config: TrainConfig, rows: float) -> float:
     elif config.training.remat != "block":
         heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
         stored *= 3
-        stored += (heads + 2 * model.mlp_dim) / config.mesh.tensor
+        mlp_dim = model.experts_per_token * model.expert_dim or model.mlp_dim
+        stored += (heads + 2 * mlp_dim) / config.mesh.tensor
     seq_len = config.training.seq_len or model.max_seq_len
     return 2 * model.num_layers * rows * seq_len / config.mesh.sequence * stored
 
@@ -296,7 +297,7 @@ def describe(mesh: Mapping[str, int], settings: Mapping[str, Any]) -> str:
     """Describe a mesh and settings in a line.
 
     Examples:
-        >>> mesh = {"data": 1, "fsdp": 4, "sequence": 1, "tensor": 2}
+        >>> mesh = {"data": 1, "fsdp": 4, "expert": 1, "sequence": 1, "tensor": 2}
         >>> describe(mesh, {"batch_size": 16, "remat": "block"})
         'fsdp=4 x tensor=2, batch_size 16, remat block'
     """
@@ -343,7 +344,7 @@ def _advice(config: TrainConfig, receipt: Receipt) -> list[str]:
     """Return options that would make a step fit and are not taken yet, the cheapest first."""
     options = config.training
     mesh = receipt.mesh
-    ways = mesh["data"] * mesh["fsdp"]
+    ways = row_ways(mesh)
     rows = options.batch_size // ways
     tips = []
     if options.remat != "offload":
@@ -421,7 +422,8 @@ def plan_decoding(
     attention = choose_cache_attention(1, cache.keys[0], devices[0].platform, window)
 
     def step(params: DecodeParams, tokens: Any, cache: Any) -> tuple[Any, Any]:
-        llama = build_model(config, params, attention=attention)
+        platform = devices[0].platform
+        llama = build_model(config, params, attention=attention, platform=platform)
         # With constant lengths, the program's text says how often attention's loop runs.
         cache = cache._replace(lengths=jnp.full(batch_size, length - 1, jnp.int32))
         hidden, cache = llama.decode(tokens, cache, jnp.ones(batch_size, jnp.int32))

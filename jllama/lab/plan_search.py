@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from jllama.core import JllamaError, UsageError
-from jllama.core.parameters import count_parameters
+from jllama.core.parameters import parameter_table, shape_of
 from jllama.functional import ATTENTION, Mask, is_installed
 from jllama.lab.plan_devices import interconnect_s, topology_devices
 from jllama.lab.plan_receipt import (
@@ -23,7 +23,7 @@ from jllama.lab.plan_receipt import (
 )
 from jllama.parallel.config import MeshConfig
 from jllama.parallel.sharding import check_divides, ruleset
-from jllama.parallel.shards import AXES
+from jllama.parallel.shards import AXES, row_ways
 from jllama.system.devices import Accelerator
 from jllama.training.config import TrainConfig
 from jllama.training.metrics import training_flops_per_token
@@ -117,7 +117,7 @@ def _trials(
         kernels = _kernels(config, mesh, devices[0].platform)
         for power, remat, kernel in itertools.product(range(7, -1, -1), _REMAT, kernels):
             rows = 2**power
-            together = rows * mesh.data * mesh.fsdp
+            together = rows * row_ways(vars(mesh))
             batch_size = options.batch_size if fixed_batch else together
             is_too_large = not fixed_batch and rows > 1 and together * seq_len > _MAX_TOKENS
             if batch_size % together or is_too_large:
@@ -176,7 +176,10 @@ def _by_formula(
     mesh = config.mesh
     model = config.model
     options = config.training
-    weights = count_parameters(model) / mesh.tensor
+    weights = 0.0
+    for row in parameter_table(model).values():
+        ways = mesh.tensor * (mesh.expert if "experts" in row.axes else 1)
+        weights += math.prod(shape_of(row, model)) / ways
     tokens = rows * seq_len / mesh.sequence
     kv_heads = model.num_kv_heads * model.head_dim / mesh.tensor
     reduce_bytes = jnp.dtype(options.reduce_dtype).itemsize
@@ -187,6 +190,7 @@ def _by_formula(
     received = {
         "data": gradients,
         "fsdp": options.accumulation * weights * (2 * 2 + reduce_bytes),
+        "expert": gradients + layer_bytes * 6 * 2 * tokens * mesh.expert * model.embed_dim,
         "sequence": gradients + layer_bytes * 3 * 2 * rows * seq_len * kv_heads,
         "tensor": layer_bytes * 6 * 2 * tokens * model.embed_dim,
     }

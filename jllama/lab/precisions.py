@@ -1,8 +1,8 @@
 """What rounding does to the logits: weights and activations as another program would store them."""
 
-import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import gguf
@@ -38,12 +38,18 @@ def cast(dtype: Any, config: LlamaConfig, params: Params) -> Model:
 
 
 def change_matrices(
-    change: Callable[[np.ndarray], Any], config: LlamaConfig, params: Params
+    change: Callable[[np.ndarray], Any],
+    config: LlamaConfig,
+    params: Params,
+    keeps_router: bool = False,
 ) -> Model:
-    """Return a model with ``change`` of every matrix, as ``[outputs, inputs]`` in float32."""
+    """Return a model with ``change`` of every matrix, as ``[outputs, inputs]`` in float32.
+
+    The router is one of them, or stays as it is, which is usual if the others are quantized.
+    """
     changed: Params = params | {"layers": dict(params["layers"])}
     for path, row in parameter_table(config).items():
-        if row.role != "matrix":
+        if row.role != "matrix" or (keeps_router and not row.rounds):
             continue
         in_layers, _, name = path.rpartition("/")
         parent = changed["layers"] if in_layers else changed
@@ -74,12 +80,12 @@ def _round_int8(rows: Float[np.ndarray, "outputs inputs"]) -> np.ndarray:
     return values * scale[:, None]
 
 
-WEIGHTS: dict[str, Callable[[np.ndarray], Any]] = {
-    "bfloat16": functools.partial(round_float, jnp.bfloat16),
-    "float16": functools.partial(round_float, jnp.float16),
-    "int8": _round_int8,
-} | {name: functools.partial(round_ggml, name) for name in _GGML}
-"""How a matrix is rounded, by the name of a precision."""
+WEIGHTS: Mapping[str, Callable[[LlamaConfig, Params], Model]] = {
+    "bfloat16": partial(change_matrices, partial(round_float, jnp.bfloat16)),
+    "float16": partial(change_matrices, partial(round_float, jnp.float16)),
+    "int8": partial(change_matrices, _round_int8, keeps_router=True),
+} | {name: partial(change_matrices, partial(round_ggml, name), keeps_router=True) for name in _GGML}
+"""How matrices are rounded, by the name of a precision."""
 
 
 def _float16_attention(
@@ -100,7 +106,9 @@ def _rounding_model() -> types.ModuleType:
         project=lambda x, head: F.project(round_blocks(x), head),
     )
     products = model.Layer.products
+    experts = model.Layer.experts
     model.Layer.products = lambda layer, x, *names: products(layer, round_blocks(x), *names)
+    model.Layer.experts = lambda layer, x, inputs: experts(layer, round_blocks(x), inputs)
     return model
 
 
@@ -111,18 +119,18 @@ PRECISIONS: dict[str, Mistake] = {
         "float32 with keys and values in float16",
         model=model_with(attention=_float16_attention),
     ),
-    "float16": Mistake("float16", functools.partial(cast, jnp.float16)),
-    "bfloat16": Mistake("bfloat16", functools.partial(cast, jnp.bfloat16)),
+    "float16": Mistake("float16", partial(cast, jnp.float16)),
+    "bfloat16": Mistake("bfloat16", partial(cast, jnp.bfloat16)),
     "int8-products": Mistake(
         "products of 8-bit activations, with keys and values in float16, as llama.cpp computes "
         "with quantized weights",
         model=_INT8_PRODUCTS,
     ),
-    "int8": Mistake("weights in 8 bits by row", functools.partial(change_matrices, _round_int8)),
+    "int8": Mistake("weights in 8 bits by row", WEIGHTS["int8"]),
 } | {
     name: Mistake(
         f"weights in {name}, in products of 8-bit activations",
-        functools.partial(change_matrices, WEIGHTS[name]),
+        WEIGHTS[name],
         _INT8_PRODUCTS,
     )
     for name in _GGML

@@ -9,14 +9,15 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
 from jllama import functional as F
-from jllama.core import UsageError
+from jllama.core import UsageError, ops
 from jllama.core.config import LlamaConfig
 from jllama.core.model import Functions, Llama, build_llama, write_slots
 from jllama.core.parameters import Params
+from jllama.kernels.experts import grouped_product
 from jllama.kernels.loss import likelihood
 from jllama.models.decode_params import DecodeParams
 from jllama.models.remat import REMAT, rematerialize
-from jllama.parallel.shards import map_shards, sharded_attention
+from jllama.parallel.shards import map_shards, sharded_attention, spread_experts
 from jllama.system.devices import loss_chunk_tokens
 from jllama.system.errors import unknown_name
 
@@ -31,6 +32,7 @@ def build_model(
     remat: str = "dots",
     chunk_tokens: int | None = None,
     mesh: AnyMesh | None = None,
+    platform: str = "",
 ) -> Llama:
     """Put parameters of either layout into the module: the first line of a compiled function.
 
@@ -44,6 +46,7 @@ def build_model(
             machine.
         mesh: the devices that attention is spread over, inside ``jax.shard_map``; None for one
             device, or that of the parameters.
+        platform: what the program is compiled for, if not this machine's.
 
     Raises:
         UsageError: the embedding does not have one row for each id of the vocabulary, or a name is
@@ -63,7 +66,9 @@ def build_model(
         cache_mesh = cache_mesh if cache_mesh.size > 1 else None
     num_tokens = chunk_tokens or loss_chunk_tokens(jax.devices()[0], config.vocab_size)
     window = config.sliding_window or None
-    functions = functions_of(attention, remat, num_tokens, window, mesh, cache_mesh)
+    functions = functions_of(
+        attention, remat, num_tokens, window, mesh, cache_mesh, platform=platform
+    )
     return build_llama(config, weights, functions)
 
 
@@ -76,12 +81,14 @@ def functions_of(
     mesh: AnyMesh | None = None,
     cache_mesh: AnyMesh | None = None,
     kernel: Callable[..., Array] = F.attention,
+    platform: str = "",
 ) -> Functions:
     """Return the functions that a model calls.
 
     Equal arguments give the same functions, because compiled programs are found by them. ``window``
     is the sliding window of some layer, ``cache_mesh`` the devices of a cache, and ``kernel`` what
-    computes attention by the name of an implementation; the others are as in ``build_model``.
+    computes attention by the name of an implementation; ``platform`` is what a program is compiled
+    for, if not this machine's; the others are as in ``build_model``.
     """
     check_attention(attention)
     if remat not in REMAT:
@@ -105,6 +112,10 @@ def functions_of(
             name = F.choose_cache_attention(query.shape[2], key, platform, window)
         return _on_mesh(kernel, cache_mesh, query, key, value, mask, name)
 
+    multiply = functools.partial(grouped_product, platform or jax.default_backend())
+    mix_experts = functools.partial(ops.mix_experts, grouped_product=multiply)
+    if mesh and mesh.shape["expert"] > 1:
+        mix_experts = functools.partial(spread_experts, mix_experts)
     return Functions(
         whole,
         prefill,
@@ -116,6 +127,7 @@ def functions_of(
         score=functools.partial(F.score_tokens, chunk_tokens=chunk_tokens),
         likelihood=likelihood,
         remat=functools.partial(rematerialize, remat),
+        mix_experts=mix_experts,
     )
 
 

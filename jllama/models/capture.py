@@ -1,7 +1,9 @@
 """Activations and attention weights of a model, by name."""
 
+import dataclasses
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +25,8 @@ def check_names(config: LlamaConfig, names: tuple[str, ...]) -> None:
     """Raise ``UsageError`` for a name that ``activations`` does not have."""
     known = ["embedding", "final_norm"]
     for index in range(config.num_layers):
-        known += [f"layers/{index}", *(f"layers/{index}/{part}" for part in PARTS)]
+        parts = (*PARTS, "experts") if config.num_experts else PARTS
+        known += [f"layers/{index}", *(f"layers/{index}/{part}" for part in parts)]
     for name in names:
         if name not in known:
             raise UsageError(
@@ -47,9 +50,9 @@ def activations(
     length = tokens.shape[1]
     check_length(config, length)
     mask = F.Mask(query_segments=segments, key_segments=segments)
-    inputs = attention_inputs(
-        config, jnp.arange(length)[None], mask, length, attention=llama.functions.attention
-    )
+    functions = llama.functions
+    options = {"attention": functions.attention, "functions": functions}
+    inputs = attention_inputs(config, jnp.arange(length)[None], mask, length, **options)
     x = llama.embedding(tokens)
     values = {"embedding": x}
     for index, layer in enumerate(_layers(llama)):
@@ -64,7 +67,7 @@ def activations(
 
 
 def _run(layer: Layer, x: Array, inputs: AttentionInputs) -> tuple[Array, dict[str, Array]]:
-    """Return a layer's output, and its ``PARTS``, from what its methods return on the way."""
+    """Return a layer's output, and parts by name, from what its methods return on the way."""
     parts = {}
     heads = layer.heads
     residual = layer.residual
@@ -80,6 +83,13 @@ def _run(layer: Layer, x: Array, inputs: AttentionInputs) -> tuple[Array, dict[s
         parts[name] = residual(update)
         return parts[name]
 
+    def seen_route(*arguments: Any) -> tuple[Array, Array]:
+        weights, chosen = functions.route(*arguments)
+        parts["experts"] = chosen.reshape(*x.shape[:2], -1)
+        return weights, chosen
+
+    functions = inputs.functions
+    inputs = dataclasses.replace(inputs, functions=functions._replace(route=seen_route))
     layer.heads = seen_heads
     layer.residual = seen_residual
     output, _ = layer(x, inputs)

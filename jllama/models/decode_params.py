@@ -91,7 +91,7 @@ def _decode_leaf(path: str, leaf: Array, quantize: Quantization | None) -> Any:
     row = PARAMETERS[path]
     axes = [axis for axis in row.axes if axis != "layers"]
     inputs = tuple(axes.index(axis) for axis in row.inputs)
-    return _decode_matrix(leaf, inputs, quantize) if inputs else leaf
+    return _decode_matrix(leaf, inputs, quantize if row.rounds else None) if inputs else leaf
 
 
 _decode_matrix = jax.jit(F.decode_matrix, static_argnums=(1, 2))

@@ -78,8 +78,9 @@ class LanguageModel:
         the first layer; ``layers/3``, the output of layer 3 (from 0); ``layers/3/attention`` and
         ``layers/3/feed_forward``, which layer 3 adds to its input one after the other; and
         ``final_norm``, the input of the head. ``layers/3/attention_weights`` is ``[batch, heads,
-        seq, seq]`` in float32: the weight of each key for each query. Other activations are not
-        stored, and computed only where a requested one needs them.
+        seq, seq]`` in float32: the weight of each key for each query. ``layers/3/experts`` is
+        ``[batch, seq, experts_per_token]``: the indices of each token's experts, the likeliest
+        first. Other activations are not stored, and computed only where a requested one needs them.
 
         Args:
             tokens: token ids.

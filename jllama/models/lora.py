@@ -16,7 +16,14 @@ from jaxtyping import Array, Key
 
 from jllama.core import UsageError
 from jllama.core.config import LlamaConfig
-from jllama.core.parameters import Params, map_by_path, matrix_shape, parameter_table, shape_of
+from jllama.core.parameters import (
+    Parameter,
+    Params,
+    map_by_path,
+    matrix_shape,
+    parameter_table,
+    shape_of,
+)
 from jllama.kernels.adapted import AdaptedMatrix, output_lengths
 from jllama.kernels.linear import DecodeMatrix, decode_matrix
 from jllama.models.config import LoraConfig
@@ -31,7 +38,7 @@ def adapter_shapes(config: LlamaConfig, lora: LoraConfig) -> dict[str, tuple[int
     rows = {
         path.removeprefix("layers/"): row
         for path, row in parameter_table(config).items()
-        if path.startswith("layers/") and row.inputs
+        if path.startswith("layers/") and _is_adaptable(row)
     }
     shapes = {}
     for name in lora.targets:
@@ -47,6 +54,11 @@ def adapter_shapes(config: LlamaConfig, lora: LoraConfig) -> dict[str, tuple[int
             "the smallest width of an adapted matrix"
         )
     return shapes
+
+
+def _is_adaptable(row: Parameter) -> bool:
+    """Return whether a parameter is a matrix, and neither of a router nor of experts."""
+    return bool(row.inputs) and row.rounds and "experts" not in row.axes
 
 
 def initial_adapter(
@@ -85,10 +97,11 @@ def freeze(params: Params, config: LlamaConfig, lora: LoraConfig, dtype: Any) ->
 def convert_weight(path: str, part: Any, config: LlamaConfig, lora: LoraConfig, dtype: Any) -> Any:
     """Return one base weight as ``lora.base`` stores it; a weight stored so already is unchanged.
 
-    ``int8`` and ``nf4`` apply to the matrices of layers, ``bfloat16`` to all weights; the others
-    are in ``dtype``.
+    ``int8`` and ``nf4`` apply to the matrices that adapters may have, ``bfloat16`` to all weights;
+    the others are in ``dtype``.
     """
-    inputs = parameter_table(config)[path].inputs if path.startswith("layers/") else ()
+    row = parameter_table(config)[path]
+    inputs = row.inputs if path.startswith("layers/") and _is_adaptable(row) else ()
     if not isinstance(part, Array):
         return part
     if lora.base in ("int8", "nf4") and inputs:

@@ -127,6 +127,32 @@ def swiglu(
     return (gate / (1 + np.exp(-gate)) * (x @ w_up)) @ w_down
 
 
+def experts(
+    x: Rows,
+    router: Float[Array, "embed experts"],
+    w_gate: Float[Array, "experts mlp embed"],
+    w_up: Float[Array, "experts mlp embed"],
+    w_down: Float[Array, "experts embed mlp"],
+    count: int,
+    normalize: bool,
+) -> Rows:
+    """Sum ``weight * swiglu(x)`` of the ``count`` experts with the largest weights, token by token.
+
+    The weights are ``softmax(x @ router)``, divided by the sum of those of the chosen if
+    ``normalize``. Of two equal ones the first is chosen.
+    Source: Jiang et al. 2024, sec. 2.1 (arXiv:2401.04088); Shazeer et al. 2017, sec. 2.1
+    (arXiv:1701.06538).
+    """
+    out = np.zeros_like(x)
+    for token, weights in enumerate(softmax(x @ router)):
+        chosen = sorted(range(len(weights)), key=lambda expert: (-weights[expert], expert))[:count]
+        total = sum(weights[expert] for expert in chosen) if normalize else 1.0
+        for expert in chosen:
+            matrices = (w[expert].T for w in (w_gate, w_up, w_down))
+            out[token] += weights[expert] / total * swiglu(x[token], *matrices)
+    return out
+
+
 def cross_entropy(
     logits: Float[Array, "*lead vocab"], targets: Int[Array, "*lead"], mask: Bool[Array, "*lead"]
 ) -> tuple[float, int]:
@@ -203,7 +229,18 @@ def block(
 
     # 4) The feed-forward network.
     h = rms_norm(x, w["mlp_norm"], eps) if norms_inputs else x
-    h = swiglu(h, w["w_gate"], w["w_up"], w["w_down"])
+    if config.num_experts:
+        h = experts(
+            h,
+            w["router"],
+            w["experts_gate"],
+            w["experts_up"],
+            w["experts_down"],
+            config.experts_per_token,
+            config.normalize_expert_weights,
+        )
+    else:
+        h = swiglu(h, w["w_gate"], w["w_up"], w["w_down"])
     h = h if norms_inputs else rms_norm(h, w["mlp_out_norm"], eps)
     return x + config.residual_multiplier * h
 

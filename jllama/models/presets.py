@@ -70,6 +70,11 @@ phi-3-mini-4k      32064     32  3072    32 32   96  8192    4096  10000 1e-5   
 phi-4             100352     40  5120    40 10  128 17920   16384 250000 1e-5      -   no
 granite-3.3-2b     49159     40  2048    32  8   64  8192  131072    1e7 1e-5      -  yes
 granite-3.3-8b     49159     40  4096    32  8  128 12800  131072    1e7 1e-5      -  yes
+mixtral-8x7b       32000     32  4096    32  8  128 14336   32768    1e6 1e-5      -   no
+mixtral-8x22b      32768     56  6144    48  8  128 16384   65536    1e6 1e-5      -   no
+qwen3-30b-a3b     151936     48  2048    32  4  128  6144   40960    1e6 1e-6      -   no
+qwen3-235b-a22b   151936     94  4096    64  4  128 12288   40960    1e6 1e-6      -   no
+olmoe-1b-7b        50304     16  2048    16 16  128  1024    4096  10000 1e-5      -   no
 stories-260k         512      5    64     8  4    8   172     512  10000 1e-5      -  yes
 stories-15m        32000      6   288     6  6   48   768     256  10000 1e-5      -  yes
 stories-42m        32000      8   512     8  8   64  1376    1024  10000 1e-5      -  yes
@@ -78,6 +83,18 @@ stories-110m       32000     12   768    12 12   64  2048    1024  10000 1e-5   
 # What all models have whose names begin so.
 _OLMO = {"qk_norm": "whole", "norm_placement": "after"}
 _GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22}
+
+
+def _experts(num: int, per_token: int, dim: int, normalize: bool) -> dict[str, Any]:
+    """Return the fields of a configuration that say which experts it has."""
+    return {
+        "num_experts": num,
+        "experts_per_token": per_token,
+        "expert_dim": dim,
+        "normalize_expert_weights": normalize,
+    }
+
+
 _OPTIONS: dict[str, dict[str, Any]] = {
     "llama3.1-": {"rope_scaling": Llama3Scaling(8.0)},
     "llama3.2-": {"rope_scaling": Llama3Scaling(32.0)},
@@ -90,6 +107,11 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "rope_scaling": YarnScaling(8.0),
         "rope_scaling_layers": "full_attention",
     },
+    "mixtral-8x7b": _experts(8, 2, 14_336, True),
+    "mixtral-8x22b": _experts(8, 2, 16_384, True),
+    "qwen3-30b-": _experts(128, 8, 768, True),
+    "qwen3-235b-": _experts(128, 8, 1536, True),
+    "olmoe-": {"qk_norm": "whole", **_experts(64, 8, 1024, False)},
     "granite-3.3-2b": {**_GRANITE, "attention_multiplier": 1 / 64, "logits_scaling": 8.0},
     "granite-3.3-8b": {**_GRANITE, "attention_multiplier": 1 / 128, "logits_scaling": 16.0},
 }
@@ -187,4 +209,6 @@ def summary(config: LlamaConfig, dtype: str, tokenizer: Tokenizer | None) -> str
     """Describe a model: nearest released Llama, layers, parameters, dtype and tokenizer size."""
     tokens = f"tokenizer of {tokenizer.vocab_size:,} tokens" if tokenizer else "no tokenizer"
     sizes = f"{config.num_layers} layers, {count_parameters(config):,} parameters"
+    if config.num_experts:
+        sizes += f", {count_parameters(config, active=True):,} of them for each token"
     return f"{nearest_preset(config) or 'llama'}, {sizes}, {dtype}, {tokens}"

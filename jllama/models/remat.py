@@ -8,6 +8,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
+from jllama.core.ops import EXPERT_PRODUCT
 from jllama.functional import ATTENDED
 
 BLOCK_INPUT = "block_input"
@@ -32,7 +33,7 @@ def _saves_product(primitive: Any, *operands: Any, **params: Any) -> bool:
 REMAT: dict[str, Callable[..., Any] | None] = {
     "none": _policies.everything_saveable,
     "dots": _policies.save_from_both_policies(
-        _saves_product, _policies.save_only_these_names(ATTENDED)
+        _saves_product, _policies.save_only_these_names(ATTENDED, EXPERT_PRODUCT)
     ),
     "block": None,
     "offload": _policies.save_and_offload_only_these_names(

@@ -16,9 +16,10 @@ class MeshConfig:
         sequence: ways to split the tokens of each row, for long contexts.
         rules: mesh axes that split logical axes, in place of those in
             ``jllama.parallel.sharding.RULES``: ``{"mlp": ["tensor"]}``.
+        expert: ways to split the experts of each layer (and the batch); devices exchange tokens.
 
     >>> dict(jllama.make_mesh(jllama.MeshConfig(data=-1), jax.devices()[:1]).shape)
-    {'data': 1, 'fsdp': 1, 'sequence': 1, 'tensor': 1}
+    {'data': 1, 'fsdp': 1, 'expert': 1, 'sequence': 1, 'tensor': 1}
     """
 
     data: int = -1
@@ -26,6 +27,7 @@ class MeshConfig:
     tensor: int = 1
     sequence: int = 1
     rules: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    expert: int = 1
 
     def __post_init__(self) -> None:
         if self.data == 0:

@@ -2,8 +2,8 @@
 
 Each device has some rows of a batch and some parts of the weights.
 
-Exchanges along ``data``, ``fsdp`` and ``sequence`` are written out here; XLA makes those along
-``tensor``. On a single device nothing is exchanged.
+Exchanges along ``data``, ``fsdp``, ``expert`` and ``sequence`` are written out here; XLA makes
+those along ``tensor``. On a single device nothing is exchanged.
 """
 
 import contextlib
@@ -25,8 +25,10 @@ from jllama.kernels.adapted import AdaptedMatrix
 from jllama.parallel.sharding import gather_groups, gather_weight, row_spec
 from jllama.parallel.shards import BATCH
 
-BY_HAND = ("data", "fsdp", "sequence")
+BY_HAND = ("data", "fsdp", "expert", "sequence")
 """Mesh axes whose exchanges are written out."""
+_OF_WEIGHTS = ("fsdp", "expert")
+"""Those that split weights."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,11 +94,11 @@ class Parallelism(Exchanges):
         return tuple(row_spec(self.mesh, parameter_table(self.model)[path], self.model, self.rules))
 
     def weight_specs(self) -> Params:
-        """Return how each parameter is split along ``fsdp``."""
+        """Return how each parameter is split along ``fsdp`` and ``expert``."""
         specs = {}
         for path in parameter_table(self.model):
-            axes = [name if name == "fsdp" else None for name in self.spec(path)]
-            specs[path] = PartitionSpec(*axes) if "fsdp" in axes else PartitionSpec()
+            axes = [name if name in _OF_WEIGHTS else None for name in self.spec(path)]
+            specs[path] = PartitionSpec(*axes) if any(axes) else PartitionSpec()
         return unflatten_dict(specs, sep="/")
 
     def batch_spec(self, part: Array) -> PartitionSpec:
@@ -131,15 +133,15 @@ class Parallelism(Exchanges):
         return gather_weight(part, receiver, axis, self.dtype, gather_groups(self.mesh))
 
     def sum_gradients(self, gradients: Params) -> Params:
-        """Sum over all devices in ``reduce_dtype``, except along ``fsdp``.
+        """Sum over all devices in ``reduce_dtype``, except along axes that split the weight.
 
-        Where ``gather_weight`` gathered a weight, its gradient is already summed along that axis.
+        Where ``gather_weight`` gathered a weight, its gradient is already summed along ``fsdp``; an
+        expert has seen the tokens of all devices along ``expert``.
         """
 
         def sum_one(path: str, leaf: Array) -> Array:
-            axes = [name for name in BY_HAND if self.mesh.shape[name] > 1]
-            if path in parameter_table(self.model) and "fsdp" in self.spec(path):
-                axes.remove("fsdp")
+            spec = self.spec(path) if path in parameter_table(self.model) else ()
+            axes = [name for name in BY_HAND if self.mesh.shape[name] > 1 and name not in spec]
             if not axes:
                 return leaf
             return jax.lax.psum(leaf.astype(self.reduce_dtype), axes)

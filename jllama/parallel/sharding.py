@@ -1,9 +1,9 @@
 """The mesh of devices, how arrays are split over its axes, and what devices exchange.
 
-Rows of a batch are split over ``data`` and ``fsdp``, tokens of a row over ``sequence``: a training
-step exchanges those by hand, inside ``jax.shard_map``. Heads, feed-forward width and vocabulary are
-split over ``tensor``, where XLA inserts the exchanges. Sources: Rajbhandari et al. 2020
-(arXiv:1910.02054), stage 3; Shoeybi et al. 2019 (arXiv:1909.08053).
+Rows of a batch are split over ``data``, ``fsdp`` and ``expert``, tokens of a row over
+``sequence``: a training step exchanges those by hand, inside ``jax.shard_map``. Heads, feed-forward
+width and vocabulary are split over ``tensor``, where XLA inserts the exchanges. Sources:
+Rajbhandari et al. 2020 (arXiv:1910.02054), stage 3; Shoeybi et al. 2019 (arXiv:1909.08053).
 """
 
 import math
@@ -29,6 +29,8 @@ RULES: dict[str, tuple[str, ...]] = {
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor", "fsdp"),
+    "experts": ("expert",),
+    "expert_mlp": ("tensor", "fsdp"),
     "embed": ("fsdp",),
 }
 """Mesh axes that may split each logical axis of a matrix.
@@ -52,7 +54,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     Examples:
         >>> import jax
         >>> dict(make_mesh(MeshConfig(), jax.devices()[:1]).shape)
-        {'data': 1, 'fsdp': 1, 'sequence': 1, 'tensor': 1}
+        {'data': 1, 'fsdp': 1, 'expert': 1, 'sequence': 1, 'tensor': 1}
     """
     devices = jax.devices() if devices is None else devices
     sizes = {name: getattr(config, name) for name in AXES}
@@ -110,12 +112,13 @@ def row_spec(
 def matrix_sharding(mesh: Mesh, row: Parameter, config: LlamaConfig) -> NamedSharding:
     """Return the sharding of one layer of a parameter as ``[outputs, inputs]``.
 
-    Each of the two axes is split like the first of the axes that it flattens.
+    Each of the two axes is split like the first split one of the axes that it flattens.
     """
     if not row.inputs:
         return NamedSharding(mesh, PartitionSpec())
     by_axis = dict(zip(row.axes, row_spec(mesh, row, config), strict=True))
-    return NamedSharding(mesh, PartitionSpec(by_axis[row.outputs[0]], by_axis[row.inputs[0]]))
+    outputs = next((by_axis[axis] for axis in row.outputs if by_axis[axis]), None)
+    return NamedSharding(mesh, PartitionSpec(outputs, by_axis[row.inputs[0]]))
 
 
 def check_divides(mesh: AnyMesh, config: LlamaConfig, rules: Any = RULES) -> None:
@@ -127,6 +130,11 @@ def check_divides(mesh: AnyMesh, config: LlamaConfig, rules: Any = RULES) -> Non
     """
     tensor = mesh.shape["tensor"]
     fsdp = mesh.shape["fsdp"]
+    if mesh.shape["expert"] > 1 and (config.num_experts or 1) % mesh.shape["expert"]:
+        raise UsageError(
+            f"mesh.expert is {mesh.shape['expert']}, which does not divide the model's "
+            f"{config.num_experts} experts"
+        )
     for path, row in parameter_table(config).items():
         sizes = axis_sizes(row, config)
         for axis, size in sizes.items():
@@ -236,7 +244,7 @@ def gather_groups(mesh: Mesh) -> list[list[list[int]] | None]:
     On a TPU's torus a gather over all dimensions compiles to an all-reduce of a copy padded with
     zeros, which moves twice the bytes. Over one dimension and then the others it stays a gather.
     """
-    devices = mesh.devices[0, :, 0, 0]
+    devices = mesh.devices[0, :, 0, 0, 0]
     size = len(devices)
     if size == 1:
         return []

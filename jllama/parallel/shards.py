@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,16 +13,21 @@ from jaxtyping import Array
 from jllama import functional as F
 
 AnyMesh = Mesh | AbstractMesh
-AXES = ("data", "fsdp", "sequence", "tensor")
-BATCH = PartitionSpec(("data", "fsdp"))
+AXES = ("data", "fsdp", "expert", "sequence", "tensor")
+BATCH = PartitionSpec(("data", "fsdp", "expert"))
 """How the rows of a batch are split."""
+
+
+def row_ways(sizes: Mapping[str, int]) -> int:
+    """Return how many ways the rows of a batch are split, by the sizes of a mesh."""
+    return math.prod(sizes[name] for name in BATCH[0])
 
 
 def batch_shardings(mesh: AnyMesh, tree: Any) -> Any:
     """Return the sharding of every array of a decoding batch.
 
     Arrays are ``[rows, ...]``, or ``[rows, kv_heads, seq, head_dim]`` in a cache. Rows are split
-    over ``data`` and ``fsdp``, unless a ``shard_map`` does that, and heads over ``tensor``, where
+    over the axes of ``BATCH``, unless a ``shard_map`` does that, and heads over ``tensor``, where
     they divide.
     """
     by_hand = jax.sharding.get_abstract_mesh().manual_axes
@@ -91,3 +96,18 @@ def sharded_attention(
         return F.attention(query, key, value, mask, implementation)
 
     return map_shards(mesh, local, query, key, value, mask)
+
+
+def spread_experts(
+    mix: Callable[..., Array], x: Array, weights: Array, chosen: Array, *matrices: Array
+) -> Array:
+    """Compute ``ops.mix_experts`` where each device of ``expert`` has some of the experts.
+
+    All tokens visit all devices, and each adds what its experts say. To send a token to those of
+    its experts alone would move less, if they are few, but how much depends on the choice: arrays
+    of fixed size would have to drop tokens, or be as large as these.
+    """
+    whole = functools.partial(jax.lax.all_gather, axis_name="expert", tiled=True)
+    first = jax.lax.axis_index("expert") * len(matrices[0])
+    mixed = mix(whole(x), whole(weights), whole(chosen) - first, *matrices)
+    return jax.lax.psum_scatter(mixed, "expert", tiled=True)

@@ -13,6 +13,7 @@ from jllama.core import UsageError
 from jllama.core import step as core
 from jllama.core.config import LlamaConfig
 from jllama.core.model import check_ids
+from jllama.core.ops import balanced_route
 from jllama.core.parameters import Params
 from jllama.core.step import Batch, Setup, StepMetrics, Targets, TrainState, map_over_devices
 from jllama.functional import UnsupportedAttention
@@ -173,19 +174,28 @@ def setup_of(plan: Plan) -> Setup:
     )
     parallel = dataclasses.replace(parallel, specs=plan.trainable.specs(parallel.weight_specs()))
     remat = "dots" if plan.remat == "auto" else plan.remat
-    chunk_tokens = loss_chunk_tokens(plan.mesh.devices.flat[0], plan.model.vocab_size)
+    device = plan.mesh.devices.flat[0]
+    chunk_tokens = loss_chunk_tokens(device, plan.model.vocab_size)
+    route = None
+    if options.objective in ("auto", "next_token") and (
+        options.balance_loss or options.router_z_loss
+    ):
+        route = functools.partial(
+            balanced_route, balance=options.balance_loss, z_loss=options.router_z_loss
+        )
     return Setup(
         plan.model,
         make_optimizer(plan.optimizer, options.steps),
         OBJECTIVES[options.objective],
         options,
-        functions_of(plan.attention, remat, chunk_tokens, mesh=plan.mesh),
+        functions_of(plan.attention, remat, chunk_tokens, mesh=plan.mesh, platform=device.platform),
         plan.trainable,
         parallel,
         options.accumulation,
         options.reduce_dtype,
         options.ema,
         options.spike_factor,
+        route,
     )
 
 

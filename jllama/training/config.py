@@ -176,6 +176,10 @@ class LoopConfig:
         spike_factor: a step is skipped if its gradient norm is over this many times the norm's
             running mean; 0 never skips.
         z_loss: weight of the squared log-normalizer in the loss.
+        balance_loss: weight of the loss by which experts get equal shares of tokens
+            (arXiv:2101.03961, eq. 4), of each layer with experts.
+        router_z_loss: weight of the squared log-normalizer of the choice of experts
+            (arXiv:2202.08906, eq. 5).
         dpo_beta: weight of the log-probabilities against the reference model in preference training
             (arXiv:2305.18290, eq. 7); the higher, the nearer the model stays to where it began.
         grpo: how to learn from rewards.
@@ -225,6 +229,8 @@ class LoopConfig:
     ema: float = 0.0
     spike_factor: float = 0.0
     z_loss: float = 0.0
+    balance_loss: float = 0.01
+    router_z_loss: float = 0.0
     dpo_beta: float = 0.1
     grpo: GrpoConfig = dataclasses.field(default_factory=GrpoConfig)
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -247,7 +253,7 @@ class LoopConfig:
         counts = "batch_size accumulation eval_every log_every keep_last max_skipped"
         check(counts, lambda value: value >= 1, "at least 1")
         sizes = "seq_len steps epochs eval_tokens save_every save_minutes z_loss sample_tokens"
-        sizes += " patience"
+        sizes += " patience balance_loss router_z_loss"
         check(sizes, lambda value: value is None or 0 <= value < 2**31, "from 0 to below 2**31")
         check("steps", lambda steps: bool(steps or self.epochs), "positive, or training.epochs")
         if self.epochs:
@@ -278,8 +284,8 @@ class TrainConfig:
 
     Args:
         model: the architecture; with ``init_from`` that of the checkpoint is used instead.
-        init_from: a checkpoint to begin from, by folder, file or hub id; on the command line the
-            defaults are then batch size 4 and learning rate 2e-5.
+        init_from: a checkpoint to begin from, by folder, file or hub id; commands then take batch
+            size 4, learning rate 2e-5.
         preset: a released Llama instead of ``model``: ``llama3.2-1b``.
         rope_factor: with ``init_from``, the RoPE scaling factor, which Meta's params.json does not
             have.
@@ -343,6 +349,9 @@ class TrainConfig:
             check_fields(
                 self, "", "rope_factor", lambda factor: factor is None, "left out without init_from"
             )
+        if self.model.num_experts and self.lora.targets == LoraConfig.targets:
+            of_attention = dataclasses.replace(self.lora, targets=self.lora.targets[:4])
+            vars(self)["lora"] = of_attention
         if self.reward:
             self._check_rewards()
         check_fields(self, "", "seed", lambda seed: 0 <= seed < 2**32, "between 0 and 2**32 - 1")

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jllama.core.config import LlamaConfig
-from jllama.core.parameters import parameter_table, shape_of
+from jllama.core.parameters import count_row, parameter_table
 from jllama.core.step import StepMetrics
 from jllama.system.devices import peak_flops
 from jllama.system.files import METRICS, read_lines
@@ -24,7 +24,8 @@ def training_flops_per_token(
     ``6 * (matrix parameters) + 12 * num_layers * num_heads * head_dim * seq_len``: two for each
     multiply-add, three passes, and the attention products over ``seq_len`` keys, or as many as a
     layer's sliding window has. The embedding counts where it is used as the head. Frozen matrices
-    have two passes, since they need no gradients. Adapters are not counted.
+    have two passes, since they need no gradients. Adapters are not counted, nor are experts that a
+    token did not choose.
     Source: Chowdhery et al. 2022, appendix B (arXiv:2204.02311).
 
     Args:
@@ -37,7 +38,7 @@ def training_flops_per_token(
         is_used = config.tie_embeddings or path != "embed"
         if row.role == "matrix" and is_used:
             fraction = 1.0 if trained is None else trained.get(path, 0.0)
-            flops += (4 + 2 * fraction) * math.prod(shape_of(row, config))
+            flops += (4 + 2 * fraction) * count_row(row, config, active=True)
     return flops
 
 

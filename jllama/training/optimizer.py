@@ -133,7 +133,8 @@ def _matrix_axes(path: str, leaf: Any) -> Any:
     if path not in PARAMETERS:
         return optax.contrib.MuonDimensionNumbers(1, 2)  # of an adapter
     row = PARAMETERS[path]
-    inputs, outputs = (tuple(map(row.axes.index, axes)) for axes in (row.inputs, row.outputs))
+    own_outputs = [axis for axis in row.outputs if axis != "experts"]
+    inputs, outputs = (tuple(map(row.axes.index, axes)) for axes in (row.inputs, own_outputs))
     return optax.contrib.MuonDimensionNumbers(inputs, outputs)
 
 

@@ -18,6 +18,7 @@ from jllama.models.build import check_attention
 from jllama.parallel import distributed
 from jllama.parallel.exchange import BY_HAND
 from jllama.parallel.sharding import make_mesh, ruleset
+from jllama.parallel.shards import row_ways
 from jllama.system.errors import unknown_name
 from jllama.system.files import AUTOTUNING, CHECKPOINTS, METRICS, SAMPLES
 from jllama.training.config import LoopConfig, OptimizerConfig, TrainConfig
@@ -194,7 +195,7 @@ def check_batch_divides(plan: Plan) -> None:
     """Raise ``UsageError`` if rows of a batch, or tokens of a row, do not divide over the mesh."""
     options = plan.options
     sizes = plan.mesh.shape
-    num_devices = sizes["data"] * sizes["fsdp"]
+    num_devices = row_ways(sizes)
     divisor = num_devices * options.accumulation
     expected = f"a multiple of {num_devices} device(s) times {options.accumulation} part(s)"
     check_fields(options, "training.", "batch_size", lambda size: size % divisor == 0, expected)

@@ -10,6 +10,7 @@ from flax.traverse_util import flatten_dict
 from rich.console import Console
 
 from jllama.core import UsageError, check_fields
+from jllama.core.config import LlamaConfig
 from jllama.data.batches import num_epoch_rows
 from jllama.data.chats import data_task, prepare_chats
 from jllama.data.config import DataConfig
@@ -20,6 +21,7 @@ from jllama.formats.registry import open_checkpoint
 from jllama.formats.run import read_config
 from jllama.formats.run_checkpoints import RunCheckpoints
 from jllama.formats.tensors import Checkpoint
+from jllama.formats.upcycling import upcycle
 from jllama.generation.text import prompt_ids
 from jllama.models.build import check_attention
 from jllama.models.language_model import LanguageModel
@@ -158,6 +160,11 @@ def complete(
         # Adapters need their base again, and rewards the reference model.
         needs_origin = config.trains_adapters or config.has_reference
         origin = _open_origin(config, None if needs_origin else folder)
+        if config.model.num_experts and not origin.config.num_experts:
+            check_fields(
+                config.lora, "lora.", "rank init_from", operator.not_, "left out with num_experts"
+            )
+            origin = upcycle(origin, config.model, config.seed)
         tokenizer = origin.tokenizer
     elif folder and config.data.tokenizer == "bpe":
         # A later version may train another tokenizer on the same text.
@@ -275,9 +282,12 @@ def _with_model(config: TrainConfig, origin: Checkpoint | None) -> TrainConfig:
 
 def _check_taken(group: str, options: Any, taken: Any, source: str) -> None:
     """Raise ``UsageError`` if an option is neither left out nor what is taken from ``source``."""
+    default = type(options)()
+    if group == "model" and options.num_experts == taken.num_experts:
+        default = LlamaConfig(num_experts=taken.num_experts)  # which other fields follow
     for name, value in vars(taken).items():
         field = getattr(options, name)
-        if field not in (value, getattr(type(options)(), name)):
+        if field not in (value, getattr(default, name)):
             raise UsageError(
                 f"{group}.{name} is {field}; it must be {value}, as in {source}, or left out with "
                 "it"

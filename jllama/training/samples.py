@@ -1,10 +1,12 @@
 """The model of a run that goes on: texts that it writes, and copies of it for callbacks."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jllama.data.datasets import ChatDataset
 from jllama.data.prompts import PromptDataset
@@ -25,6 +27,8 @@ def sample(run: Run) -> None:
     plan = run.plan
     options = plan.options
     data = plan.data
+    if plan.model.num_experts and run.recent:
+        log_experts(run, current_model(run))
     if not options.sample_tokens or isinstance(data, PromptDataset):
         return
     model = current_model(run)
@@ -62,6 +66,35 @@ def sample(run: Run) -> None:
     for text, completion in zip(texts, completions, strict=True):
         run.tracker.write(run.step, SAMPLES, prompt=text, text=completion.text)
         run.tracker.say(f"{text}{separator}{completion.text}\n", "dim")
+
+
+def log_experts(run: Run, model: LanguageModel) -> None:
+    """Log and show how the model's experts share the first rows of the last batch.
+
+    Shares are each expert's part of all choices, in the mean over layers; the entropy is that of a
+    layer's shares over its greatest one, ``log(num_experts)``, in the mean.
+    """
+    config = model.config
+    batch = run.recent[-1][1]
+    tokens, segments = (array[:4, :-1] for array in batch[:2])
+    is_real = np.asarray(segments) != 0
+    names = [f"layers/{layer}/experts" for layer in range(config.num_layers)]
+    chosen = model.capture(tokens, names, segments)
+    counts = np.array(
+        [
+            np.bincount(np.asarray(experts)[is_real].ravel(), minlength=config.num_experts)
+            for experts in chosen.values()
+        ]
+    )
+    shares = counts / counts.sum(axis=1, keepdims=True)
+    entropy = -np.sum(shares * np.log(np.maximum(shares, 1e-30)), axis=1)
+    relative = float(entropy.mean() / math.log(max(config.num_experts, 2)))
+    means = shares.mean(axis=0)
+    run.tracker.write(run.step, expert_shares=means.round(4).tolist(), expert_entropy=relative)
+    run.tracker.say(
+        f"experts: {means.min():.1%} to {means.max():.1%} of the tokens, entropy {relative:.3f}",
+        "dim",
+    )
 
 
 def current_model(run: Run) -> LanguageModel:

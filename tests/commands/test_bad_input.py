@@ -148,7 +148,7 @@ good.yaml stray -> 'stray' is one argument too many; usage: python -m jllama tra
 --training.sample_tokens 99 -> which is what training.sample_prompt leaves of model.max_seq_len
 --seed -1 -> seed is -1; it must be between 0 and 2**32 - 1
 --run_dir= -> run_dir is empty
---mesh.data 3 -> mesh data=3 x fsdp=1 x sequence=1 x tensor=1 needs 3 devices, but there are 1
+--mesh.data 3 -> x expert=1 x sequence=1 x tensor=1 needs 3 devices, but there are 1
 --mesh.rules {"mpl":["tensor"]} -> there is no logical axis mpl; did you mean mlp?
 --mesh.rules {"mlp":["data"]} -> there is no mesh axis for parameters data; there are fsdp, tensor
 --mesh.rules mlp -> mesh.rules is 'mlp'; it must be a JSON object

@@ -31,6 +31,7 @@ BASE = LlamaConfig(
     259, 4, embed_dim=128, num_heads=4, num_kv_heads=2, head_dim=32, mlp_dim=160, max_seq_len=512
 )
 YARN = YarnScaling(8.0, original_max_seq_len=64)
+EXPERTS = {"num_experts": 6, "experts_per_token": 2, "expert_dim": 160}
 OLMO = {"qk_norm": "whole", "norm_placement": "after"}
 
 
@@ -65,12 +66,18 @@ CONFIGS = {
         attention_multiplier=1 / 64,
         logits_scaling=8.0,
     ),
+    "mixtral": changed(**EXPERTS, normalize_expert_weights=True),
+    "mixtral with windows": changed(**EXPERTS, normalize_expert_weights=True, sliding_window=20),
+    "qwen3_moe": changed(
+        **EXPERTS | {"expert_dim": 48}, normalize_expert_weights=True, qk_norm="head", head_dim=64
+    ),
+    "olmoe": changed(**EXPERTS, qk_norm="whole"),
 }
 
 
-FULL = ["qwen2", "olmo3", "phi3", "granite"]
-"""Together they have every option: ties, biases, windows, fused matrices, multipliers."""
-TWICE = ["qwen2 with windows", "qwen3"]
+FULL = ["qwen2", "olmo3", "phi3", "granite", "qwen3_moe"]
+"""Together they have every option: ties, biases, windows, fused matrices, multipliers, experts."""
+TWICE = ["qwen2 with windows", "qwen3", "mixtral with windows"]
 """Another configuration of the same family is enough for what takes long."""
 families = pytest.mark.parametrize("name", slow_but(FULL, CONFIGS))
 
@@ -86,7 +93,10 @@ TOKENS = np.random.default_rng(0).integers(0, BASE.vocab_size, (1, 100))
 
 def transformers_model(folder):
     return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float64, attn_implementation="eager"
+        folder,
+        dtype=torch.float64,
+        attn_implementation="eager",
+        experts_implementation="eager",  # the others have no float64
     )
 
 
@@ -211,6 +221,11 @@ MIXED = ["full_attention", "sliding_attention"] * 2
         ("phi3", {"rope_parameters": {"rope_type": "yarn"}}, 'RoPE of type "yarn"'),
         ("granite", {"residual_multiplier": "1"}, 'residual_multiplier "1"'),
         ("granite", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers [1]"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step 2"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0"),
+        ("mixtral", {"num_local_experts": 2, "num_experts": 3}, "two numbers of experts, num_expe"),
+        ("llama", {"num_local_experts": 8}, "num_local_experts 8"),
         (
             "olmo3",
             {

@@ -572,7 +572,7 @@ def test_divisors_that_say_nothing_are_no_scaling(tmp_path):
 @pytest.mark.parametrize(
     ("key", "value", "problem"),
     [
-        ("expert_count", 8, "has llama.expert_count 8, which jllama does not support"),
+        ("expert_count", 8, "lacks the key llama.expert_used_count"),
         ("attention.sliding_window", 2**31, "sliding_window is 2147483648; it must be a number of"),
         ("attention.scale", 0.5, "has llama.attention.scale 0.5"),
         ("embedding_scale", 12.0, "has llama.embedding_scale 12.0"),

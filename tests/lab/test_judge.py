@@ -31,6 +31,7 @@ from jllama.lab.conformance import VARIANTS, small, weights
 from jllama.lab.judge import Evidence, judge
 from jllama.lab.judge_report import judgment_lines
 from jllama.lab.mistakes import _WRONG_MODELS, known_mistakes
+from jllama.lab.mutations import MUTATIONS
 from jllama.lab.peers import check_server, open_exact
 from jllama.lab.probes import make_rows
 from jllama.lab.rows import Observed
@@ -423,8 +424,10 @@ def on_padded(logits):
     return lambda ids: compiled(np.pad(ids, (0, size - len(ids)))[None])[0, : len(ids)]
 
 
+EXCHANGED = {one.about: one.model for one in MUTATIONS if one.name == "gate for up"}
+WRONG_MODELS = _WRONG_MODELS | EXCHANGED
 PLANTED = {
-    **{name: (lambda params, m=model: (m, EXACT, params)) for name, model in _WRONG_MODELS.items()},
+    **{name: (lambda params, m=model: (m, EXACT, params)) for name, model in WRONG_MODELS.items()},
     "layer 0 left out": lambda params: (jllama.models.build, *changed_layers(params, [1])),
     "layer 1 run twice": lambda params: (jllama.models.build, *changed_layers(params, [0, 1, 1])),
 }

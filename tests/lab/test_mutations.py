@@ -28,7 +28,7 @@ def chosen(*names):
     return {name: ALL_VARIANTS[name] for name in names}
 
 
-HALF_SPLIT, INTERLEAVED = "hf v5", "gguf"
+HALF_SPLIT, INTERLEAVED, NATIVE = "hf v5", "gguf", "native"
 # Those that differ by more than a number from all others; the command itself runs all.
 VARIANTS = chosen(
     *("Llama 1", "Llama 2 grouped", "Code Llama", "Llama 3.1", "Llama 3.2 tied", "multi-query"),
@@ -39,6 +39,8 @@ RELATIVES = chosen(
     *("partial rotation", "Granite 3"),
 )
 """Those with options that a Llama does not have, and a Llama."""
+WITH_EXPERTS = chosen("Llama 1", "Qwen 3", "Mixtral", "Qwen 3 experts", "OLMoE")
+"""Those with experts, which only the native format's writer holds, and two without."""
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +82,10 @@ def test_a_planted_mistake_is_red_where_it_matters_and_nowhere_else(mutation, fo
     A mistake of reading is not planted where it does not apply, so there is nothing to be seen.
     """
     file_format = INTERLEAVED if "permuted" in mutation.name else HALF_SPLIT
-    is_of_llamas = any(map(mutation.applies, VARIANTS.values()))
-    variants = VARIANTS if is_of_llamas else RELATIVES
+    groups = (VARIANTS, RELATIVES, WITH_EXPERTS)
+    variants = next(group for group in groups if any(map(mutation.applies, group.values())))
+    if variants is WITH_EXPERTS:
+        file_format = NATIVE
     concerned, others = [], []
     for name, config in variants.items():
         if FORMAT_WRITERS[file_format].holds(config):
@@ -90,6 +94,13 @@ def test_a_planted_mistake_is_red_where_it_matters_and_nowhere_else(mutation, fo
         others = []
     red = run_conformance(planted(mutation), folder, [file_format], chosen(concerned[0], *others))
     assert red == {(concerned[0], file_format)}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_mistake_is_seen_with_experts(mutation):
+    checks = [check for check in mutation_checks() if check.column == mutation.name]
+    for result in run_checks(check for check in checks if ALL_VARIANTS[check.row].num_experts):
+        assert result.passed, result
 
 
 # Three mistakes as they were made

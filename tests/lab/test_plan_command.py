@@ -71,7 +71,7 @@ def planned():
 def test_a_mesh_or_batch_that_does_not_divide(planned):
     multiple = "it must be a multiple of 8 device(s) times"
     for name, message in {
-        "mesh": "data=1 x fsdp=3 x sequence=1 x tensor=1 needs 3 devices, but there are 8",
+        "mesh": "fsdp=3 x expert=1 x sequence=1 x tensor=1 needs 3 devices, but there are 8",
         "tensor": "which does not divide 8 ways: the nearest mesh.tensor that does is 4",
         "batch": f"training.batch_size is 12; {multiple} 1 part(s)",
         "parts": f"training.batch_size is 8; {multiple} 2 part(s)",
@@ -98,7 +98,7 @@ def test_json_is_alone_on_stdout(planned):
     assert (code, err) == (0, "")
     result = json.loads(out)
     assert (result["fits"], result["device"], result["devices"]) == (True, "h100:8", 8)
-    assert result["mesh"] == {"data": 1, "fsdp": 4, "sequence": 1, "tensor": 2}
+    assert result["mesh"] == {"data": 1, "fsdp": 4, "expert": 1, "sequence": 1, "tensor": 2}
     assert {row["kind"] for row in result["collectives"]} >= {"all-gather", "all-reduce"}
     assert result["device_memory_bytes"] == 84942979072
     settings = {"batch_size": 8, "accumulation": 1, "remat": "block", "attention": "reference"}

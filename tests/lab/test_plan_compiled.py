@@ -222,6 +222,7 @@ def open_scatters(platform):
         "--optimizer.name adafactor --training.objective preference",
         "--init_from x --lora.rank 4 --lora.dora true --training.objective preference",
         "--optimizer.name lion --mesh.fsdp 2 --mesh.tensor 2 --training.attention blocked",
+        "--model.num_experts 8 --mesh.expert 2 --mesh.fsdp 2",
     ):
         arguments = [*TINY.replace("--json", "").split(), *words.split()]
         config = parse(TrainConfig, arguments, "", ("config",))

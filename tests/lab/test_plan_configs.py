@@ -24,8 +24,8 @@ PLANS = {
 
 
 def test_there_are_plans_for_all_sizes():
-    assert len(PLANS) == 10
-    assert len(re.findall("^```text", PAGE, re.M)) == 14
+    assert len(PLANS) == 11
+    assert len(re.findall("^```text", PAGE, re.M)) == 15
     assert "does not fit" not in PAGE
 
 
@@ -42,6 +42,7 @@ SMALL = [  # and what they may hold of a device, in GiB
     # Logits take 2 of these, a 70th of the GPU.
     pytest.param("llama3.2-1b_h200", 22, marks=pytest.mark.plan_gpu),
     pytest.param("llama3.1-8b_h100-8", 20, marks=pytest.mark.plan_gpu),
+    pytest.param("qwen3-30b-a3b_h100-8", 61, marks=pytest.mark.plan_gpu),
     pytest.param("llama3-70b_h100-64", 33, marks=pytest.mark.plan_gpu),
     pytest.param("llama3.1-405b_h100-512", 56, marks=pytest.mark.plan_gpu),
 ]

@@ -123,8 +123,9 @@ def load_meta(config, path, layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", [name for name in VARIANTS if not VARIANTS[name].num_experts])
 def test_every_variant_is_read_from_every_format(name, tmp_path):
+    """Those with experts are read as transformers writes them: ``tests/models/test_experts.py``."""
     config = VARIANTS[name]
     errors = {}
     for column, writer in FORMAT_WRITERS.items():

@@ -85,6 +85,8 @@ def test_decoding_takes_the_likeliest_tokens_of_a_whole_pass():
 def test_rounding_costs_every_family_what_it_costs_a_llama(name):
     """In logits, relative to their standard deviation."""
     config, weights = FAMILIES[name], family_weights(name)
+    # All experts of a token, as rounding turns a choice that is nearly a tie.
+    config = dataclasses.replace(config, experts_per_token=config.num_experts)
     layout = laid_out(weights, config, "int8")
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 24))
     exact = oracle.forward(weights, tokens, config)

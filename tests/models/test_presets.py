@@ -81,6 +81,11 @@ COUNTS = {
     "phi-4": 14_659_507_200,
     "granite-3.3-2b": 2_533_539_840,
     "granite-3.3-8b": 8_170_864_640,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_630_071_296,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "olmoe-1b-7b": 6_919_161_856,
     "stories-260k": 260_032,
     "stories-15m": 15_191_712,
     "stories-42m": 41_689_600,
@@ -126,6 +131,7 @@ def test_mlp_widths_follow_the_rule():
 
 def test_heads_are_as_wide_as_the_residual_stream():
     others = ("mistral-nemo-12b", "mistral-small-24b", "qwen3-0.6b", "qwen3-4b", "qwen3-32b")
+    others += ("qwen3-30b-a3b", "qwen3-235b-a22b")
     for name, config in PRESETS.items():
         is_as_wide = config.num_heads * config.head_dim == config.embed_dim
         assert is_as_wide == (name not in others), name
@@ -247,7 +253,7 @@ def test_a_name_like_no_other_is_refused_with_all_of_them():
         preset("gpt")
 
 
-MESHES = {8: (2, 2, 1, 2), 64: (4, 4, 1, 4)}  # AXES
+MESHES = {8: (2, 2, 1, 1, 2), 64: (4, 4, 1, 1, 4)}  # AXES
 HEADS = "heads axis of layers/wq"
 VOCAB = "vocab axis of embed"
 DO_NOT_DIVIDE = {  # the axis, its size, ways to split it, and the most ways below that divide it
@@ -284,7 +290,7 @@ def test_every_preset_is_split_over_8_and_64_devices(name, devices):
     """Or the error names the axis. Moments are split as their parameter; what has another shape is
     whole everywhere.
     """
-    mesh = AbstractMesh(MESHES[devices], AXES, axis_types=(AxisType.Auto,) * 4)
+    mesh = AbstractMesh(MESHES[devices], AXES, axis_types=(AxisType.Auto,) * 5)
     config, table = preset(name), parameter_table(preset(name))
     if (name, devices) in DO_NOT_DIVIDE:
         axis, size, ways, nearest = DO_NOT_DIVIDE[name, devices]

@@ -61,9 +61,12 @@ def test_rows_parameters_and_moments_are_split_by_the_rules(report, mesh):
 @pytest.mark.slow
 def test_sizes_that_do_not_fit_are_refused(report):
     assert report["refused"] == [
-        "the mesh data=3 x fsdp=1 x sequence=1 x tensor=1 needs 3 devices, but there are 8",
-        "the mesh data=2 x fsdp=1 x sequence=1 x tensor=3 needs 6 devices, but there are 8",
-        "the mesh data=1 x fsdp=16 x sequence=1 x tensor=1 needs 16 devices, but there are 8",
+        "the mesh data=3 x fsdp=1 x expert=1 x sequence=1 x tensor=1 needs 3 devices, "
+        "but there are 8",
+        "the mesh data=2 x fsdp=1 x expert=1 x sequence=1 x tensor=3 needs 6 devices, "
+        "but there are 8",
+        "the mesh data=1 x fsdp=16 x expert=1 x sequence=1 x tensor=1 needs 16 devices, "
+        "but there are 8",
         None,  # two key-value heads serve four devices
         "the heads axis of layers/wq has size 4, which does not divide 8 ways: "
         "the nearest mesh.tensor that does is 4",
