@@ -60,6 +60,11 @@ class Family(NamedTuple):
     normalizes_in_gguf: bool = True
     renamed: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def has_one_width(self) -> bool:
+        """Whether files have one width, which is that of experts."""
+        return self.experts["expert_dim"][0] == "intermediate_size"
+
 
 def _after_first_layers(layer: int, fields: Mapping[str, Any]) -> bool:
     return layer >= fields["max_window_layers"]

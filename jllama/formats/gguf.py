@@ -268,12 +268,13 @@ def _read_config(
     if "rope_scaling_layers" in family.optional:
         values["rope_scaling_layers"] = "full_attention"
     if family.experts:
-        has_one_width = family.experts["expert_dim"][0] == "intermediate_size"
         values |= {
             "num_experts": keys.take("expert_count", int),
             "experts_per_token": keys.take("expert_used_count", int),
             "expert_dim": keys.take(
-                "expert_feed_forward_length", int, values["mlp_dim"] if has_one_width else None
+                "expert_feed_forward_length",
+                int,
+                values["mlp_dim"] if family.has_one_width else None,
             ),
             "normalize_expert_weights": family.normalizes_in_gguf,
         }
@@ -417,7 +418,7 @@ def write(checkpoint: Checkpoint, target: Path, dtype: Dtype, on_progress: OnPro
     shapes = {}
     for name, spec, tensor in named:
         tensors.append((name, tensor, _type_to_write(spec, tensor, dtype)))
-        if "experts" in spec.parameter.outputs[:-1]:
+        if "experts" in spec.parameter.axes:
             shapes[name] = shape_of(spec.parameter, config)[1:]
     types = collections.Counter(type_.name for _, tensor, type_ in tensors if len(tensor.shape) > 1)
     if divisors is not None:
@@ -468,7 +469,7 @@ def _options_to_write(config: LlamaConfig, family: Family) -> dict[str, Any]:
         keys["expert_count"] = config.num_experts
         keys["expert_used_count"] = config.experts_per_token
         keys["expert_feed_forward_length"] = config.expert_dim
-        if family.experts["expert_dim"][0] == "intermediate_size":
+        if family.has_one_width:
             keys[_FIELDS["mlp_dim"]] = config.expert_dim
     if not config.sliding_window:
         return keys

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from jllama.core import JllamaError, UsageError
-from jllama.core.parameters import parameter_table, shape_of
+from jllama.core.parameters import count_row, parameter_table
 from jllama.functional import ATTENTION, Mask, is_installed
 from jllama.lab.plan_devices import interconnect_s, topology_devices
 from jllama.lab.plan_receipt import (
@@ -179,7 +179,7 @@ def _by_formula(
     weights = 0.0
     for row in parameter_table(model).values():
         ways = mesh.tensor * (mesh.expert if "experts" in row.axes else 1)
-        weights += math.prod(shape_of(row, model)) / ways
+        weights += count_row(row, model) / ways
     tokens = rows * seq_len / mesh.sequence
     kv_heads = model.num_kv_heads * model.head_dim / mesh.tensor
     reduce_bytes = jnp.dtype(options.reduce_dtype).itemsize
