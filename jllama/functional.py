@@ -27,6 +27,7 @@ from jllama.kernels.implementations import (
 )
 from jllama.kernels.linear import (
     DecodeMatrix as DecodeMatrix,
+    choose_kernel as choose_kernel,
     decode_matrix as decode_matrix,
     project as project,
 )

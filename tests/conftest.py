@@ -24,6 +24,13 @@ os.environ.setdefault(
         else ""
     ),
 )
+# Compiled programs are shared by the workers of pytest-xdist and by processes that tests start, and
+# kept for later runs. The folder's own name says that they are not what users run.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(
+    os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "jllama-tests", "compiled"
+)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # Threads of torch and NumPy wait for each other on busy cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -45,14 +52,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 _cache = tempfile.TemporaryDirectory(prefix="jllama-tests-")  # not the user's own
 os.environ.setdefault("JLLAMA_CACHE", _cache.name)
 
-# Compiled programs are shared by the workers of pytest-xdist and kept for later runs, but not by
-# processes that the tests start. The folder's own name says that they are not what users run.
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-COMPILED = CACHE / "jllama-tests" / "compiled"
+
 COMPILED_DAYS = 14
-jax.config.update("jax_compilation_cache_dir", str(COMPILED))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 @pytest.fixture(autouse=True)
@@ -116,6 +117,17 @@ pytest -m versions``.
 """
 
 
+DEADLINE = float(os.environ.get("CI_DEADLINE", "inf"))
+"""When a slow machine begins no more slow tests, in seconds since 1970; ``.ci/run`` sets it."""
+
+
+def pytest_runtest_setup(item):
+    if time.time() > DEADLINE and item.get_closest_marker("slow"):
+        pytest.skip("left out: CI_DEADLINE is over")
+
+
+LAST = ("commands/test_distributed", "commands/test_buckets")
+"""Slow tests of many processes, about as long as each other: what a slow machine leaves out."""
 LONGEST_FIRST = [
     "commands/test_train",
     "test_docstrings",
@@ -138,7 +150,8 @@ a file has.
 def pytest_collection_modifyitems(items):
     def rank(item):
         path = str(item.path.relative_to(Path(__file__).parent))
-        return [not path.startswith(start) for start in LONGEST_FIRST]
+        is_last = path.startswith(LAST) and item.get_closest_marker("slow") is not None
+        return [is_last, *(not path.startswith(start) for start in LONGEST_FIRST)]
 
     items.sort(key=rank)
     for item in items:
@@ -157,7 +170,7 @@ def pytest_configure(config):
         import costs
 
         config.pluginmanager.register(costs.Costs())
-    for path in COMPILED.glob("*"):
+    for path in Path(os.environ["JAX_COMPILATION_CACHE_DIR"]).glob("*"):
         with contextlib.suppress(OSError):  # another worker was first
             if path.stat().st_mtime < time.time() - COMPILED_DAYS * 86_400:
                 path.unlink()

@@ -24,6 +24,7 @@ from jllama.data.batches import text_batch
 from jllama.lab.attention import attentions
 from jllama.lab.checks import TOLERANCE, Check, random_params, relative_error, worst_error
 from jllama.lab.conformance import Tokens, compile_implementation, implementation_of, small
+from jllama.models.config import LoraConfig
 from jllama.models.decode_params import DecodeParams, decode_layout
 from jllama.parallel.sharding import MeshConfig, make_mesh, state_sharding
 from jllama.parallel.shards import BATCH
@@ -370,7 +371,9 @@ def sharded_training_error(case: Case, sizes: MeshConfig) -> float:
     return worst_error(eight, one)
 
 
-def short_training(config: LlamaConfig, mesh: Mesh, **options: Any) -> Training:
+def short_training(
+    config: LlamaConfig, mesh: Mesh, lora: LoraConfig | None = None, **options: Any
+) -> Training:
     """Return the programs of a training of three steps.
 
     They are compiled without optimization, as compiling takes most of the time. AdamW's epsilon is
@@ -381,6 +384,8 @@ def short_training(config: LlamaConfig, mesh: Mesh, **options: Any) -> Training:
         config,
         optimizer=OptimizerConfig(learning_rate=3e-2, epsilon=1e-2),
         training=LoopConfig(steps=3, dtype="float32", **options),
+        lora=lora or LoraConfig(),
+        init_from="a base" if lora else "",
     )
     return compile_training(run, mesh, compiler_options={"xla_backend_optimization_level": 0})
 
@@ -391,10 +396,13 @@ def train_briefly(config: LlamaConfig, mesh: Mesh) -> tuple[TrainState, list[flo
     return run_three_steps(short_training(config, mesh), config)
 
 
-def run_three_steps(training: Training, config: LlamaConfig) -> tuple[TrainState, list[float]]:
+def run_three_steps(
+    training: Training, config: LlamaConfig, base: Params | None = None
+) -> tuple[TrainState, list[float]]:
     """Train for three steps on random tokens; return the state and the loss of each step."""
     losses = []
-    state = training.init(jax.random.key(0))
+    weights = [] if base is None else [jax.tree.map(jnp.asarray, base)]
+    state = training.init(jax.random.key(0), *weights)
     rng = np.random.default_rng(0)
     batches = rng.integers(1, config.vocab_size, (3, 8, 17)).astype(np.int32)
     for tokens in batches:

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import yaml
 
-from jllama.core.parameters import map_by_path
+from jllama.core.parameters import EXPERT_MATRICES, PARAMETERS, layers_of, map_by_path
 from jllama.formats.run_checkpoints import RunCheckpoints
 from jllama.models.lora import adapter_shapes
 
@@ -16,12 +16,11 @@ def adapter_params(config, lora, seed=0):
     rng = np.random.default_rng(seed)
     layers = {}
     for name, (inputs, outputs) in adapter_shapes(config, lora).items():
-        a = rng.standard_normal((config.num_layers, inputs, lora.rank)) / np.sqrt(inputs)
-        b = (
-            rng.standard_normal((config.num_layers, lora.rank, outputs))
-            / np.sqrt(4 * lora.rank)
-            / lora.scale
-        )
+        lead = (len(layers_of(PARAMETERS[f"layers/{name}"], config)),)
+        if name in EXPERT_MATRICES:
+            lead += (config.num_experts,)
+        a = rng.standard_normal((*lead, inputs, lora.rank)) / np.sqrt(inputs)
+        b = rng.standard_normal((*lead, lora.rank, outputs)) / np.sqrt(4 * lora.rank) / lora.scale
         layers[name] = {"a": a, "b": b}
         if lora.dora:
             layers[name]["magnitude"] = rng.uniform(0.6, 1.2, (config.num_layers, outputs))

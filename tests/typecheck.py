@@ -33,6 +33,8 @@ def _jaxtyped_if_shaped(*functions: Any, **options: Any) -> Any:
     if not functions:
         return functools.partial(_jaxtyped_if_shaped, **options)
     (function,) = functions
+    if getattr(function, "__module__", "") == "jllama.kernels.quantized":
+        return function  # Numba compiles a function from its own code
     is_ours = inspect.isfunction(function) and function.__module__.startswith("jllama")
     if is_ours and not any(map(_may_have_shape, function.__annotations__.values())):
         return typechecker(function)

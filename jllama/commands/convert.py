@@ -29,9 +29,9 @@ class ConvertOptions:
         to: the format: orbax (jllama's own), hf (Hugging Face's), gguf, llama2c or meta. peft and
             gguf-lora write the adapter alone. It may be left out for a target that ends in .gguf
             or .bin (llama2c, which writes a folder of that name).
-        dtype: the data type of the matrices: float32, bfloat16, float16 or, in GGUF, q8_0. By
-            default every tensor keeps its own. For other types, such as Q4_K_M, run llama.cpp's
-            llama-quantize on the GGUF file.
+        dtype: the data type of the matrices: float32, bfloat16, float16 or, in GGUF, q8_0, q5_1,
+            q5_0, q4_1 and q4_0. By default every tensor keeps its own. For other types, such as
+            Q4_K_M, run llama.cpp's llama-quantize on the GGUF file.
         rope_factor: the RoPE scaling factor that Meta's params.json leaves out: 8 for Llama 3.1
             and 3.3, 32 for 3.2. The default is that of the released Llama of the same shape.
         adapter: an adapter to merge into the source first: a run that trained one, a folder of

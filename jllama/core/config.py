@@ -1,6 +1,7 @@
 """The configuration of a model: all numbers that define a Llama."""
 
 import dataclasses
+import functools
 import inspect
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -61,7 +62,7 @@ class RopeScaling:
 
     attention_factor = 1.0  # multiplies cosines and sines
     grows = False  # frequencies depend on the sequence length, which may then exceed the context
-    ordered: ClassVar[tuple[str, ...]] = ()  # two fields, with 0 < first < second
+    ordered: ClassVar[tuple[str, ...]] = ()  # two fields, with 0 < first <= second
     must_exceed: ClassVar[dict[str, int]] = {}  # exclusive lower bounds of the model's fields
     huggingface_fixed: ClassVar[dict[str, tuple[Any, ...]]] = {}  # keys and their allowed values
     gguf: ClassVar[dict[str, str]] = {}  # keys after "rope.scaling."; empty if GGUF has none
@@ -81,10 +82,10 @@ class RopeScaling:
         check_size("rope_scaling.original_max_seq_len", length, MAX_SEQ_LEN)
         if self.ordered:
             low, high = (getattr(self, name) for name in self.ordered)
-            if not 0 < low < high:
+            if not 0 < low <= high:
                 both = f"{self.ordered[0]} {low} and {self.ordered[1]} {high}"
                 raise UsageError(
-                    f"rope_scaling has {both}; they must be positive, the first one smaller"
+                    f"rope_scaling has {both}; they must be positive, the first one not larger"
                 )
 
     def keep(self, i: int, frequency: float, head_dim: int, theta: float) -> float:
@@ -168,10 +169,14 @@ class LayerKind(NamedTuple):
         rope: whether queries and keys are rotated: not at all, by plain frequencies, or by those
             of ``rope_scaling``.
         window: how many tokens a query sees, itself included; None for all before it.
+        chunk: the tokens of a chunk, of whose keys alone a query sees; 0 for no chunks.
+        feed_forward: whether it has experts, or a SwiGLU of width ``mlp_dim``.
     """
 
     rope: Literal["none", "plain", "scaled"]
     window: int | None
+    chunk: int
+    feed_forward: Literal["dense", "experts"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,10 +203,12 @@ class LlamaConfig:
         tie_embeddings: the output head is the embedding table, transposed.
         attention_bias: queries, keys and values have a bias (Qwen 2).
         qk_norm: RMSNorm of queries and keys before the rotation: of each head (Qwen 3) or of all
-            heads together (OLMo 2).
+            heads together (OLMo 2); "rotated" is of each head after the rotation, without weights,
+            in layers that have one (Llama 4).
         norm_placement: where a layer's two norms are: before attention and SwiGLU, or after them,
             of what is added to the residual stream (OLMo 2).
-        no_rope_layers: indices, from 0, of layers whose queries and keys are not rotated (SmolLM3).
+        no_rope_layers: indices, from 0, of layers whose queries and keys are not rotated (SmolLM3,
+            Llama 4).
         sliding_window: how many tokens a query sees, itself included; 0 for all (Mistral).
         full_attention_layers: indices, from 0, of layers without the sliding window (OLMo 3).
         rope_scaling_layers: layers that ``rope_scaling`` applies to: all, or those without the
@@ -214,10 +221,22 @@ class LlamaConfig:
         logits_scaling: divisor of the logits.
         num_experts: SwiGLU blocks of each layer, among which a router chooses for each token; 0 for
             one block without a router (Mixtral).
-        experts_per_token: how many of them a token has; 0 means 2.
+        experts_per_token: how many of them a token has; 0 means 2, or 1 with a sigmoid.
         expert_dim: width of each of them; 0 means ``mlp_dim``.
         normalize_expert_weights: the weights of a token's experts, which are parts of a softmax
             over all experts, are divided by their sum (Mixtral; not in OLMoE).
+        router: what makes weights of the router's logits. With "sigmoid" a token has one expert,
+            whose input, not its output, is multiplied by the weight (Llama 4).
+        router_bias: experts are chosen by weight plus a bias of each, which training moves against
+            their share of tokens: balance without a loss (DeepSeek-V3; arXiv:2408.15664).
+        shared_expert: every token also has an expert that is not chosen (Llama 4).
+        dense_layers: indices, from 0, of layers without experts (Llama 4 Maverick).
+        attention_chunk: in layers with rotation a query sees keys of its own chunk alone, which has
+            so many tokens of its document; 0 for all (Llama 4).
+        temperature_step: in layers without rotation, queries at position ``p`` of their document
+            are multiplied by ``1 + temperature_scale * ln(1 + floor((p + 1) / temperature_step))``;
+            0 for none (Llama 4; arXiv:2501.19399).
+        temperature_scale: see ``temperature_step``.
         block: a block of one's own that the layers are made of, by its name in ``BLOCKS``; empty
             for Llama's (docs/extend.md).
 
@@ -239,7 +258,7 @@ class LlamaConfig:
     rope_scaling: Scaling = None
     tie_embeddings: bool = False
     attention_bias: bool = False
-    qk_norm: Literal["none", "head", "whole"] = "none"
+    qk_norm: Literal["none", "head", "whole", "rotated"] = "none"
     norm_placement: Literal["before", "after"] = "before"
     no_rope_layers: Sequence[int] = ()
     sliding_window: int = 0
@@ -254,6 +273,13 @@ class LlamaConfig:
     experts_per_token: int = 0
     expert_dim: int = 0
     normalize_expert_weights: bool = False
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    router_bias: bool = False
+    shared_expert: bool = False
+    dense_layers: Sequence[int] = ()
+    attention_chunk: int = 0
+    temperature_step: int = 0
+    temperature_scale: float = 0.1
     block: str = ""
 
     def __post_init__(self) -> None:
@@ -265,6 +291,7 @@ class LlamaConfig:
             self, "", "norm_eps rope_theta", lambda value: 0 < value < 1e300, "positive, and finite"
         )
         switches = "tie_embeddings attention_bias normalize_expert_weights"
+        switches += " router_bias shared_expert"
         check_fields(self, "", switches, lambda value: type(value) is bool, "true or false")
         _check_extensions(self)
         if not self.head_dim and self.embed_dim % self.num_heads:
@@ -278,8 +305,9 @@ class LlamaConfig:
             mlp_dim=self.mlp_dim or self.expert_dim or llama_mlp_dim(self.embed_dim),
         )
         if self.num_experts:
+            usual = 1 if self.router == "sigmoid" else 2
             vars(self).update(
-                experts_per_token=self.experts_per_token or min(2, self.num_experts),
+                experts_per_token=self.experts_per_token or min(usual, self.num_experts),
                 expert_dim=self.expert_dim or self.mlp_dim,
             )
         if self.num_heads % self.num_kv_heads:
@@ -314,26 +342,35 @@ class LlamaConfig:
         return int(self.head_dim * self.partial_rotary_factor)
 
     @property
-    def layer_kinds(self) -> list[LayerKind]:
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer."""
-        kinds = []
-        for layer in range(self.num_layers):
-            has_window = self.sliding_window > 0 and layer not in self.full_attention_layers
-            is_scaled = self.rope_scaling_layers == "all" or not has_window
-            rope = "scaled" if is_scaled else "plain"
-            if layer in self.no_rope_layers:
-                rope = "none"
-            kinds.append(LayerKind(rope, self.sliding_window if has_window else None))
-        return kinds
+        return _layer_kinds(self)
 
     def num_visible(self, length: int) -> int:
-        """Return how many keys the last of ``length`` tokens sees, in all layers together."""
-        return sum(min(kind.window or length, length) for kind in self.layer_kinds)
+        """Return how many keys a token sees at most in a row of ``length``, in all layers."""
+        kinds = self.layer_kinds
+        return sum(min(kind.window or kind.chunk or length, length) for kind in kinds)
 
     @property
     def extensions(self) -> list[str]:
         """The names of the fields that have another value than in a Llama."""
         return [name for name, value in LLAMA_VALUES.items() if getattr(self, name) != value]
+
+
+@functools.cache
+def _layer_kinds(config: LlamaConfig) -> tuple[LayerKind, ...]:
+    kinds = []
+    for layer in range(config.num_layers):
+        has_window = config.sliding_window > 0 and layer not in config.full_attention_layers
+        is_scaled = config.rope_scaling_layers == "all" or not has_window
+        rope = "scaled" if is_scaled else "plain"
+        if layer in config.no_rope_layers:
+            rope = "none"
+        window = config.sliding_window if has_window else None
+        chunk = config.attention_chunk if rope != "none" else 0
+        is_dense = not config.num_experts or layer in config.dense_layers
+        kinds.append(LayerKind(rope, window, chunk, "dense" if is_dense else "experts"))
+    return tuple(kinds)
 
 
 _NAMES = [field.name for field in dataclasses.fields(LlamaConfig)]
@@ -383,7 +420,14 @@ def _check_extensions(config: LlamaConfig) -> None:
         lambda size: type(size) is int and 0 <= size <= MAX_SEQ_LEN,
         "a number of tokens, or 0 for no window",
     )
-    for name in ("no_rope_layers", "full_attention_layers"):
+    if len(config.dense_layers) == config.num_layers:
+        raise UsageError("dense_layers has all layers: leave num_experts and dense_layers out")
+    is_scale = lambda scale: 0 <= scale < 1e300  # noqa: E731
+    check_fields(config, "", "temperature_scale", is_scale, "a number of at least 0, and finite")
+    lengths = "attention_chunk temperature_step"
+    is_length = lambda size: type(size) is int and 0 <= size <= MAX_SEQ_LEN  # noqa: E731
+    check_fields(config, "", lengths, is_length, "a number of tokens, or 0")
+    for name in ("no_rope_layers", "full_attention_layers", "dense_layers"):
         vars(config)[name] = tuple(getattr(config, name))
         check_fields(
             config,
@@ -392,9 +436,19 @@ def _check_extensions(config: LlamaConfig) -> None:
             lambda layers: set(layers) <= set(range(config.num_layers)),
             f"indices of layers, from 0 to {config.num_layers - 1}",
         )
-    for name in (*_EXPERTS[1:], "normalize_expert_weights"):
-        if getattr(config, name) and not config.num_experts:
+    for name in (
+        *_EXPERTS[1:],
+        "normalize_expert_weights",
+        "router",
+        "router_bias",
+        "shared_expert",
+        "dense_layers",
+    ):
+        if getattr(config, name) != LLAMA_VALUES[name] and not config.num_experts:
             raise UsageError(f"{name} is set without num_experts: set both")
+    has_more = config.experts_per_token > 1 or config.normalize_expert_weights
+    if config.router == "sigmoid" and has_more:
+        raise UsageError("router is sigmoid: experts_per_token must be 1, without normalization")
     if config.experts_per_token > config.num_experts:
         raise UsageError(
             f"experts_per_token is {config.experts_per_token}; it must be at most num_experts, "

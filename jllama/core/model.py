@@ -27,6 +27,8 @@ from jllama.core.parameters import (
     Params,
     initial_std,
     joined_groups,
+    layer_places,
+    layers_of,
     parameter_table,
     shape_of,
 )
@@ -126,8 +128,8 @@ DEFAULTS = Functions()
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["cos", "sin", "mask", "slots"],
-    meta_fields=["attention", "functions", "cache_is_empty"],
+    data_fields=["cos", "sin", "mask", "slots", "temperature"],
+    meta_fields=["functions", "cache_is_empty"],
 )
 @dataclasses.dataclass(frozen=True)
 class AttentionInputs:
@@ -140,18 +142,18 @@ class AttentionInputs:
         sin: the same.
         mask: which keys a query sees.
         slots: Int[Array, "batch seq"], those of the cache that new keys and values are written to.
-        attention: that of ``functions`` for these tokens.
-        functions: those that the model calls.
+        functions: those that the model calls; ``attention`` is that for these tokens.
         cache_is_empty: whether no tokens are cached, so that attention needs only the new keys.
+        temperature: Float[Array, "#batch seq"], the factor of queries; None for 1.
     """
 
     cos: Any
     sin: Any
     mask: ops.Mask
     slots: Any = None
-    attention: Attention = ops.attention
     functions: Functions = DEFAULTS
     cache_is_empty: bool = False
+    temperature: Any = None
 
 
 class LayerGather(NamedTuple):
@@ -213,11 +215,7 @@ class Layer(_Module):
             update, cached = self.attention(self.normalize(x, "attn_norm"), inputs, cached)
             x = x + self.residual(self.normalize(update, "attn_out_norm"))
         with jax.named_scope("feed_forward"):
-            normal = self.normalize(x, "mlp_norm")
-            if self.config.num_experts:
-                update = self.experts(normal, inputs.functions)
-            else:
-                update = self.feed_forward(normal)
+            update = self.feed_forward_network(self.normalize(x, "mlp_norm"), inputs.functions)
             return x + self.residual(self.normalize(update, "mlp_out_norm")), cached
 
     def heads(self, x: Stream, inputs: AttentionInputs) -> tuple[Array, ...]:
@@ -240,17 +238,22 @@ class Layer(_Module):
             product.reshape(*x.shape[:2], *product.shape[1:]).swapaxes(1, 2)
             for product in (query, key, value)
         )
-        return self.rotate(query, inputs), self.rotate(key, inputs), value
+        query = self.rotate(query, inputs)
+        if inputs.temperature is not None:
+            query = (query * inputs.temperature[:, None, :, None]).astype(query.dtype)
+        return query, self.rotate(key, inputs), value
 
     def rotate(self, x: Array, inputs: AttentionInputs) -> Array:
         """Apply the rotary embedding to the first ``rotary_dim`` channels of each head."""
         if inputs.cos is None:
             return x
         dim = self.config.rotary_dim
-        if dim == x.shape[-1]:
-            return ops.apply_rope(x, inputs.cos, inputs.sin)
         rotated = ops.apply_rope(x[..., :dim], inputs.cos, inputs.sin)
-        return jnp.concatenate([rotated, x[..., dim:]], axis=-1)
+        if dim != x.shape[-1]:
+            rotated = jnp.concatenate([rotated, x[..., dim:]], axis=-1)
+        if self.config.qk_norm == "rotated":
+            rotated = ops.rms_norm(rotated, jnp.ones(x.shape[-1], x.dtype), self.config.norm_eps)
+        return rotated
 
     def attention(
         self, x: Stream, inputs: AttentionInputs, cached: KeysValues | None = None
@@ -270,16 +273,31 @@ class Layer(_Module):
             cached = (cached_keys, cached_values)
             if not inputs.cache_is_empty:
                 visible = cached
-        mixed = inputs.attention(query, *visible, inputs.mask).swapaxes(1, 2)
+        mixed = inputs.functions.attention(query, *visible, inputs.mask).swapaxes(1, 2)
         wo = self.wo[...]
         flat = mixed.reshape(x.shape[0] * x.shape[1], -1)
         return (flat @ wo.reshape(-1, wo.shape[-1])).reshape(x.shape), cached
 
+    def feed_forward_network(self, x: Stream, functions: Functions) -> Stream:
+        """Compute the SwiGLU of a dense layer, or the sum of experts and the one that all share."""
+        is_dense = hasattr(self, "w_down")  # a layer has the parameters of its kind
+        if is_dense:
+            return self.feed_forward(x)
+        update = self.experts(x, functions)
+        if self.config.shared_expert:
+            update = update + self.swiglu(x, "shared")
+        return update
+
     def feed_forward(self, x: Stream) -> Stream:
-        """Compute SwiGLU, ``(silu(x w_gate) * (x w_up)) w_down``, with this layer's matrices."""
+        """Compute SwiGLU with this layer's own matrices."""
+        return self.swiglu(x, "w")
+
+    def swiglu(self, x: Stream, prefix: str) -> Stream:
+        """Compute ``(silu(x w_gate) * (x w_up)) w_down`` with the matrices of a prefix."""
         # 4) SwiGLU.
-        gate, up = self.products(x, "w_gate", "w_up")
-        return (ops.silu_gate(gate, up) @ self.w_down[...]).reshape(x.shape)
+        gate, up = self.products(x, f"{prefix}_gate", f"{prefix}_up")
+        down = getattr(self, f"{prefix}_down")[...]
+        return (ops.silu_gate(gate, up) @ down).reshape(x.shape)
 
     def experts(self, x: Stream, functions: Functions) -> Stream:
         """Sum the SwiGLU of each token's experts, each times its weight.
@@ -292,10 +310,19 @@ class Layer(_Module):
         # 4) The choice, in float32 whatever the dtype of x.
         with jax.default_matmul_precision("highest"):
             logits = flat.astype(ops.sum_dtype(flat)) @ self.router[...]
-        choice = functions.route(logits, config.experts_per_token, config.normalize_expert_weights)
+        weights, chosen = functions.route(
+            logits,
+            config.experts_per_token,
+            config.normalize_expert_weights,
+            config.router,
+            self.router_bias[...] if config.router_bias else None,
+        )
+        if config.router == "sigmoid":  # the weight is one of the input
+            flat = flat * weights.astype(flat.dtype)
+            weights = jnp.ones_like(weights)
         # 5) SwiGLU of those that were chosen, and its sum.
         matrices = [getattr(self, name)[...] for name in EXPERT_MATRICES]
-        return functions.mix_experts(flat, *choice, *matrices).reshape(x.shape)
+        return functions.mix_experts(flat, weights, chosen, *matrices).reshape(x.shape)
 
     def normalize(self, x: Array, name: str) -> Array:
         """Apply one of the layer's norms, if the model has it."""
@@ -372,6 +399,12 @@ class Llama(_Module):
         self.add_parameters(config, rngs)
         keys = jax.random.split(rngs.params(), config.num_layers)
         self.layers: Layer | nnx.Dict[Layer] = nnx.vmap(functools.partial(new_layer, config))(keys)
+        for path, row in parameter_table(config).items():
+            layers = layers_of(row, config)
+            if len(layers) < config.num_layers:  # others do not have it
+                own = nnx.vmap(functools.partial(new_layer, config))(keys[np.array(layers)])
+                name = path.removeprefix("layers/")
+                setattr(self.layers, name, getattr(own, name))
 
     def __call__(
         self, tokens: TokenIds, segments: Segments = None
@@ -406,9 +439,9 @@ class Llama(_Module):
             check_length(self.config, length)
             positions = jnp.arange(length)[None]
         mask = ops.Mask(query_segments=segments, key_segments=segments)
-        functions = self.functions
-        options = {"attention": functions.attention, "functions": functions}
-        inputs = attention_inputs(self.config, positions, mask, length, **options)
+        inputs = attention_inputs(
+            self.config, positions, mask, length, len(tokens), functions=self.functions
+        )
         x = self.embedding(tokens)
         if isinstance(self.layers, Layer):
             x = _scan_layers(self.layers, x, inputs, self.functions.remat, parallel)
@@ -462,10 +495,11 @@ class Llama(_Module):
             self.config,
             positions,
             mask,
-            attention=attention,
-            functions=self.functions,
+            functions=self.functions._replace(attention=attention),
             slots=slots,
             cache_is_empty=cache_is_empty,
+            batch=tokens.shape[0],
+            num_keys=seq if cache_is_empty else max_len,
         )
 
         # 3) Run the layers.
@@ -535,8 +569,8 @@ def _scan_layers(
     An iteration runs one layer, or a few if their kinds repeat: four for three layers with a
     sliding window and one without.
     """
-    graph, state = nnx.split(layers)
-    stacked = (nnx.to_pure_dict(state),)
+    config = layers.config
+    stacked = (nnx.to_pure_dict(nnx.state(layers)),)
     if parallel:
         stacked = (*stacked, parallel.receivers)
 
@@ -544,10 +578,10 @@ def _scan_layers(
         inputs: AttentionInputs, x: Array, parts: tuple[Params, ...]
     ) -> tuple[Array, None]:
         weights = parallel.gather(*parts) if parallel else parts[0]
-        x, _ = nnx.merge(graph, weights)(x, inputs)
+        x, _ = build_layer(config, weights)(x, inputs)
         return x, None
 
-    period = _period(layers.config.layer_kinds)
+    period = _period(config.layer_kinds)
     runs = [remat(functools.partial(run_layer, inputs[index])) for index in range(period)]
     if period == 1:
         x, _ = jax.lax.scan(runs[0], x, stacked)
@@ -555,12 +589,23 @@ def _scan_layers(
 
     def run_period(x: Array, parts: tuple[Params, ...]) -> tuple[Array, None]:
         for index, run in enumerate(runs):
-            x, _ = run(x, jax.tree.map(operator.itemgetter(index), parts))
+            x, _ = run(x, tuple(weights_of_layer(part, config, index) for part in parts))
         return x, None
 
-    stacked = jax.tree.map(lambda leaf: leaf.reshape(-1, period, *leaf.shape[1:]), stacked)
+    # The first axis of a stack is cut into periods.
+    num_periods = config.num_layers // period
+    stacked = jax.tree.map(lambda leaf: leaf.reshape(num_periods, -1, *leaf.shape[1:]), stacked)
     x, _ = jax.lax.scan(run_period, x, stacked)
     return x
+
+
+def weights_of_layer(stacks: Params, config: LlamaConfig, layer: int) -> Params:
+    """Return the weights of a layer among those of all, or of a period, whose first one is 0."""
+    return {
+        name: jax.tree.map(operator.itemgetter(place), stacks[name])
+        for name, place in layer_places(config)[layer].items()
+        if name in stacks
+    }
 
 
 def _period(kinds: Sequence[LayerKind]) -> int:
@@ -628,19 +673,35 @@ def check_ids(tokens: np.ndarray, config: LlamaConfig) -> None:
 
 
 def attention_inputs(
-    config: LlamaConfig, positions: Array, mask: ops.Mask, seq_len: int = 0, **others: Any
+    config: LlamaConfig,
+    positions: Array,
+    mask: ops.Mask,
+    seq_len: int = 0,
+    batch: int = 1,
+    num_keys: int = 0,
+    **others: Any,
 ) -> list[AttentionInputs]:
     """Make the inputs of each layer for these positions.
 
-    ``seq_len`` is as in ``rope_frequencies``; ``others`` are further fields of
-    ``AttentionInputs``.
+    ``seq_len`` is as in ``rope_frequencies``, ``num_keys`` how many keys there are in each of
+    ``batch`` rows (0: as many as positions); ``others`` are further fields of ``AttentionInputs``.
     """
     kinds = config.layer_kinds
+    num_keys = num_keys or positions.shape[1]
+    # Chunks and temperatures count tokens, however far they are turned.
+    indices = jnp.arange(positions.shape[1])[None] if mask.offset is None else positions
+    of_document = ops.document_positions(indices, mask.query_segments)
     by_kind = {}
     for kind in dict.fromkeys(kinds):
         cos, sin = _rope_tables(config, kind, positions, seq_len)
         visible = dataclasses.replace(mask, window=kind.window)
-        by_kind[kind] = AttentionInputs(cos, sin, visible, **others)
+        temperature = None
+        if kind.chunk:
+            visible = ops.within_chunks(visible, of_document, kind.chunk, batch, num_keys)
+        if kind.rope == "none" and config.temperature_step:
+            steps = (of_document + 1) // config.temperature_step
+            temperature = 1 + config.temperature_scale * jnp.log1p(steps.astype(jnp.float32))
+        by_kind[kind] = AttentionInputs(cos, sin, visible, temperature=temperature, **others)
     return [by_kind[kind] for kind in kinds]
 
 
@@ -686,44 +747,62 @@ def build_llama(config: LlamaConfig, params: Params, functions: Functions = DEFA
             f"embed has {rows} rows, and vocab_size is {config.vocab_size}: take the configuration "
             "that the parameters were made with"
         )
-    first_layer = params["layers"].get("0", {})  # in the layout with separate layers
+    is_separate = "0" in params["layers"]
     for path, row in parameter_table(config).items():
         if row.role != "scale":  # which would be broadcast; products check their shapes themselves
             continue
         _, is_of_layer, name = path.rpartition("layers/")
         shape = shape_of(row, config)
         holder = params
-        if is_of_layer and first_layer:
-            holder = first_layer
+        if is_of_layer and is_separate:
+            holder = params["layers"]["0"]
             shape = shape[1:]
         elif is_of_layer:
             holder = params["layers"]
         if holder[name].shape != shape:
             actual = list(holder[name].shape)
             raise UsageError(f"{path} is {actual}; it must be {list(shape)}")
-    names = tuple(sorted(first_layer))
+    names = ()
+    if is_separate:
+        names = tuple(tuple(params["layers"][str(i)]) for i in range(config.num_layers))
     llama = nnx.merge(_graph(config, names), params)
     llama.functions = functions
     return llama
 
 
 @functools.cache
-def _graph(config: LlamaConfig, names: tuple[str, ...]) -> nnx.GraphDef[Llama]:
+def _graph(config: LlamaConfig, names: tuple[tuple[str, ...], ...]) -> nnx.GraphDef[Llama]:
     """Return the module's structure: with stacked layers, or with separate ones.
 
-    ``names`` are a separate layer's parameters, in the layout for decoding.
+    ``names`` are those of each separate layer's parameters, in the layout for decoding.
     """
     llama = nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0)))
     if names:
-        layer = nnx.eval_shape(lambda: new_layer(config, 0))
-        for joined, parts in joined_groups(config).items():
-            if joined in names:
-                layer.is_joined = True
-                setattr(layer, joined, nnx.Param(jax.ShapeDtypeStruct((), jnp.float32)))
-                for part in parts:
-                    delattr(layer, part)
-        llama.layers = nnx.Dict({str(i): nnx.clone(layer) for i in range(config.num_layers)})
+        layers = {str(i): nnx.clone(layer_with(config, own)) for i, own in enumerate(names)}
+        llama.layers = nnx.Dict(layers)
     return nnx.graphdef(llama)
+
+
+def build_layer(config: LlamaConfig, weights: Params) -> Layer:
+    """Build one block from its weights, a value of an unstacked ``params["layers"]``."""
+    return nnx.merge(nnx.graphdef(layer_with(config, tuple(weights))), weights)
+
+
+@functools.cache
+def layer_with(config: LlamaConfig, names: tuple[str, ...]) -> Layer:
+    """Return shapes of a layer that has parameters of these names, joined ones among them."""
+    layer = nnx.eval_shape(lambda: new_layer(config, 0))
+    for joined, parts in joined_groups(config).items():
+        if joined in names:
+            layer.is_joined = True
+            setattr(layer, joined, nnx.Param(jax.ShapeDtypeStruct((), jnp.float32)))
+            for part in parts:
+                delattr(layer, part)
+    for path, row in parameter_table(config).items():
+        name = path.removeprefix("layers/")
+        if row.feed_forward and name not in names and hasattr(layer, name):
+            delattr(layer, name)
+    return layer
 
 
 def initial_params(key: Array, config: LlamaConfig) -> Params:

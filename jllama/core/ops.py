@@ -75,15 +75,25 @@ def silu_gate(
 
 
 def route(
-    logits: Float[Array, "tokens experts"], count: int, normalize: bool
+    logits: Float[Array, "tokens experts"],
+    count: int,
+    normalize: bool,
+    kind: str = "softmax",
+    bias: Any = None,
 ) -> tuple[Float[Array, "tokens chosen"], Int[Array, "tokens chosen"]]:
     """Choose the ``count`` experts of each token with the largest ``softmax(logits)``.
 
     Of equal ones the first is chosen. Return their softmax, with ``normalize`` divided by its sum,
-    and their indices. Source: Jiang et al. 2024, section 2.1 (arXiv:2401.04088).
+    and their indices. With ``kind`` "sigmoid" that stands in place of the softmax. ``bias``, one of
+    each expert, counts in the choice alone. Sources: Jiang et al. 2024, section 2.1
+    (arXiv:2401.04088); Wang et al. 2024 (arXiv:2408.15664).
     """
-    probs = jax.nn.softmax(logits, axis=-1)
-    _, chosen = jax.lax.top_k(probs, count)
+    if kind == "softmax":
+        probs = scores = jax.nn.softmax(logits, axis=-1)
+    else:
+        probs = jax.nn.sigmoid(logits)
+        scores = logits  # sigmoids of large ones are equal
+    _, chosen = jax.lax.top_k(scores if bias is None else probs + bias, count)
     # Not the values of top_k, whose gradient is a scatter: GPUs add in no fixed order there. Nor a
     # product, which some devices round.
     is_chosen = jax.nn.one_hot(chosen, probs.shape[-1], dtype=probs.dtype)
@@ -97,6 +107,8 @@ def balanced_route(
     logits: Float[Array, "tokens experts"],
     count: int,
     normalize: bool,
+    kind: str = "softmax",
+    bias: Any = None,
     *,
     counted: Bool[Array, "tokens"],
     balance: float,
@@ -114,7 +126,7 @@ def balanced_route(
     # The share of each expert in the choices, which has no gradient.
     num_experts = logits.shape[-1]
     weight = counted[:, None].astype(logits.dtype)
-    _, chosen = route(logits, count, normalize)
+    _, chosen = route(logits, count, normalize, kind, bias)
     choices = jax.nn.one_hot(chosen, num_experts, dtype=logits.dtype).sum(axis=1)
     loads = sum_devices((weight * choices).sum(axis=0))
     share = loads / jnp.maximum(loads.sum(), 1)
@@ -123,7 +135,13 @@ def balanced_route(
     probs = jax.nn.softmax(logits, axis=-1)
     push = balance * num_experts * (share - (probs * share).sum(axis=-1, keepdims=True))
     push += 2 * z_loss * jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    return route(_add_gradient(logits, weight * probs * push), count, normalize)
+    logits = _add_gradient(logits, weight * probs * push)
+    if bias is not None:
+        # Optimizers that adapt to gradients move it by their rate against the share, so the size of
+        # the gradient is free: 1e-4 adds nothing to the norm of all gradients. It comes in by a
+        # product with zero.
+        logits += 0 * _add_gradient(bias, 1e-4 * weight.sum() * (share - 1 / num_experts))
+    return route(logits, count, normalize, kind, bias)
 
 
 @jax.custom_vjp
@@ -313,6 +331,36 @@ class Mask:
         if self.lengths is not None:
             visible &= (keys < self.lengths[:, None])[:, None]
         return visible
+
+
+def document_positions(
+    positions: Int[Array, "#batch seq"], segments: Int[Array, "batch seq"] | None
+) -> Int[Array, "#batch seq"]:
+    """Return positions counted from the first token of each packed document."""
+    if segments is None:
+        return positions
+    is_first = jnp.diff(segments, axis=1, prepend=segments[:, :1]) != 0
+    starts = jax.lax.cummax(jnp.where(is_first, positions, positions[:, :1]), axis=1)
+    return positions - starts
+
+
+def within_chunks(
+    mask: Mask, positions: Int[Array, "#batch seq"], chunk: int, batch: int, num_keys: int
+) -> Mask:
+    """Return a mask by which queries see keys of their own chunk alone.
+
+    ``positions`` are those of queries in their documents, and of keys, too, unless the mask has an
+    offset: then keys are at 0, 1, 2 and so on. Chunks are told apart as documents are.
+    """
+    if num_keys <= chunk:
+        return mask
+    queries = jnp.broadcast_to(positions // chunk, (batch, positions.shape[1]))
+    if mask.query_segments is not None:
+        queries += mask.query_segments * (num_keys // chunk + 1)
+    keys = queries
+    if mask.offset is not None:
+        keys = jnp.broadcast_to(jnp.arange(num_keys) // chunk, (batch, num_keys))
+    return dataclasses.replace(mask, query_segments=queries, key_segments=keys)
 
 
 class UnsupportedAttention(ValueError):

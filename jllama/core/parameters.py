@@ -56,6 +56,7 @@ class Parameter:
             by concatenating their outputs.
         rounds: whether decoding in int8 rounds it, if it is a matrix.
         when: whether a model with a configuration has this parameter.
+        feed_forward: the kind of layers that have it, see ``LayerKind``; empty for all layers.
     """
 
     axes: tuple[str, ...]
@@ -72,6 +73,7 @@ class Parameter:
     joined: str = ""
     rounds: bool = True
     when: Callable[[LlamaConfig], bool] = lambda config: True
+    feed_forward: Literal["", "dense", "experts"] = ""
 
     def name(self, file_format: NamedFormat, layer: int = 0) -> str:
         """Return the tensor's name in files of a format, such as ``blk.3.attn_q.weight``.
@@ -139,13 +141,12 @@ EXPERT_MATRICES = ("experts_gate", "experts_up", "experts_down")
 
 def _experts(axes: str, huggingface: str, gguf: str, **columns: Any) -> Parameter:
     """Return the row of the router, or of a matrix that each expert has."""
-    return _row(
-        axes,
-        huggingface=huggingface,
-        gguf=gguf,
-        when=lambda config: config.num_experts > 0,
-        **columns,
-    )
+    return _row(axes, huggingface=huggingface, gguf=gguf, feed_forward="experts", **columns)
+
+
+def _shared_expert(axes: str, huggingface: str, gguf: str, **columns: Any) -> Parameter:
+    """Return the row of a matrix of the expert that all tokens have."""
+    return _experts(axes, huggingface, gguf, when=lambda config: config.shared_expert, **columns)
 
 
 PARAMETERS = {
@@ -225,7 +226,7 @@ PARAMETERS = {
         gguf="ffn_gate",
         llama2c=7,
         joined="w_gate_up",
-        when=lambda config: not config.num_experts,
+        feed_forward="dense",
     ),
     "layers/w_up": _row(
         "layers *embed mlp",
@@ -234,7 +235,7 @@ PARAMETERS = {
         gguf="ffn_up",
         llama2c=9,
         joined="w_gate_up",
-        when=lambda config: not config.num_experts,
+        feed_forward="dense",
     ),
     "layers/w_down": _row(
         "layers *mlp embed",
@@ -243,10 +244,17 @@ PARAMETERS = {
         gguf="ffn_down",
         llama2c=8,
         residual=True,
-        when=lambda config: not config.num_experts,
+        feed_forward="dense",
     ),
     # Its outputs are no axis "experts", which devices would split: each needs all scores.
     "layers/router": _experts("layers *embed scores", "mlp.gate", "ffn_gate_inp", rounds=False),
+    "layers/router_bias": _row(
+        "layers scores",
+        role="bias",
+        init="zeros",
+        when=lambda config: config.router_bias,
+        feed_forward="experts",
+    ),
     "layers/experts_gate": _experts(
         "layers experts expert_mlp *embed", "mlp.experts.{}.gate_proj", "ffn_gate_exps"
     ),
@@ -258,6 +266,21 @@ PARAMETERS = {
         "mlp.experts.{}.down_proj",
         "ffn_down_exps",
         residual=True,
+    ),
+    "layers/shared_gate": _shared_expert(
+        "layers *embed expert_mlp",
+        "mlp.shared_expert.gate_proj",
+        "ffn_gate_shexp",
+        joined="shared_gate_up",
+    ),
+    "layers/shared_up": _shared_expert(
+        "layers *embed expert_mlp",
+        "mlp.shared_expert.up_proj",
+        "ffn_up_shexp",
+        joined="shared_gate_up",
+    ),
+    "layers/shared_down": _shared_expert(
+        "layers *expert_mlp embed", "mlp.shared_expert.down_proj", "ffn_down_shexp", residual=True
     ),
     "layers/attn_out_norm": _norm(
         "layers embed",
@@ -299,7 +322,25 @@ FUSED = {
 
 def parameter_table(config: LlamaConfig) -> dict[str, Parameter]:
     """Return the rows that a model has, by path; with tied embeddings there is no ``lm_head``."""
-    return {path: row for path, row in PARAMETERS.items() if row.when(config)}
+    rows = {path: row for path, row in PARAMETERS.items() if row.when(config)}
+    return {path: row for path, row in rows.items() if layers_of(row, config)}
+
+
+def layers_of(parameter: Parameter, config: LlamaConfig) -> list[int]:
+    """Return the layers that have a parameter, in the order of its stack."""
+    kinds = config.layer_kinds
+    kind = parameter.feed_forward
+    return [layer for layer in range(len(kinds)) if kind in ("", kinds[layer].feed_forward)]
+
+
+def layer_places(config: LlamaConfig) -> list[dict[str, int]]:
+    """Return, for each layer, where its weights are in the stacks, by their names."""
+    places: list[dict[str, int]] = [{} for _ in config.layer_kinds]
+    for path, row in parameter_table(config).items():
+        if path.startswith("layers/"):
+            for place, layer in enumerate(layers_of(row, config)):
+                places[layer][path.removeprefix("layers/")] = place
+    return places
 
 
 def joined_groups(config: LlamaConfig) -> dict[str, list[str]]:
@@ -313,7 +354,10 @@ def joined_groups(config: LlamaConfig) -> dict[str, list[str]]:
 
 def axis_sizes(parameter: Parameter, config: LlamaConfig) -> dict[str, int]:
     """Return the sizes of a parameter's axes, by axis."""
-    return {axis: getattr(config, _SIZES[axis]) for axis in parameter.axes}
+    sizes = {axis: getattr(config, _SIZES[axis]) for axis in parameter.axes}
+    if "layers" in sizes:
+        sizes["layers"] = len(layers_of(parameter, config))
+    return sizes
 
 
 def shape_of(parameter: Parameter, config: LlamaConfig) -> tuple[int, ...]:

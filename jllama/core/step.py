@@ -342,7 +342,8 @@ def forward(
     functions = setup.functions
     # The losses of answers are sums over rows, which those of tokens would drown.
     has_answers = targets.reference is not None or targets.sampled is not None
-    trains_router = receivers["layers"].get("router") is not None
+    trained = receivers["layers"]
+    trains_router = any(trained.get(name) is not None for name in ("router", "router_bias"))
     if setup.route and trains_router and not has_answers:
         counted = targets.counted.reshape(-1)
         route = functools.partial(setup.route, counted=counted, sum_devices=parallel.sum)

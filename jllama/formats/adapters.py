@@ -18,9 +18,16 @@ from gguf import GGMLQuantizationType
 
 from jllama.core import JllamaError
 from jllama.core.config import LlamaConfig
-from jllama.core.parameters import PARAMETERS, NamedFormat, Params
+from jllama.core.parameters import (
+    EXPERT_MATRICES,
+    PARAMETERS,
+    NamedFormat,
+    Params,
+    layers_of,
+)
 from jllama.formats.families import family_of
 from jllama.formats.gguf_file import read_gguf_file, shortest, write_gguf_file
+from jllama.formats.llama4 import LLAMA4
 from jllama.formats.safetensors_file import read_safetensors, write_safetensors
 from jllama.formats.tensors import (
     Checkpoint,
@@ -28,11 +35,15 @@ from jllama.formats.tensors import (
     LazyTensor,
     OnProgress,
     base_fingerprint,
+    concatenate_rows,
     differences,
+    file_tensors,
+    names_of_experts,
     permuted,
-    tensor_specs,
+    row_range,
 )
 from jllama.models.config import LoraConfig
+from jllama.models.lora import adaptable_rows
 from jllama.system.files import errors_as, read_fields, read_json_object, write_json
 
 CONFIG = "adapter_config.json"
@@ -76,7 +87,8 @@ class Adapter:
     """An adapter, of any format."""
 
     lora: LoraConfig
-    # float32: layers/3/wq/a [rank, inputs], /b [outputs, rank], /magnitude [outputs]
+    # float32: layers/3/wq/a [rank, inputs], /b [outputs, rank], /magnitude [outputs]; those of
+    # each expert have its index: layers/3/experts_up/7/a
     tensors: Mapping[str, np.ndarray]
     config: LlamaConfig  # of the base
     source: Path
@@ -129,6 +141,14 @@ def merge(base: Checkpoint, adapter: Adapter) -> Checkpoint:
     for key, tensor in base.tensors.items():
         if f"{key}/a" in adapter.tensors:
             tensors[key] = _adapt(tensor, adapter, key)
+        if f"{key}/0/a" in adapter.tensors:
+            rows = tensor.shape[0] // base.config.num_experts
+            tensors[key] = concatenate_rows(
+                [
+                    _adapt(row_range(tensor, expert * rows, rows), adapter, f"{key}/{expert}")
+                    for expert in range(base.config.num_experts)
+                ]
+            )
     return dataclasses.replace(
         base, tensors=tensors, step=adapter.step or base.step, adapter=adapter
     )
@@ -137,9 +157,28 @@ def merge(base: Checkpoint, adapter: Adapter) -> Checkpoint:
 def stacked(adapter: Adapter) -> Params:
     """Return an adapter in the layout for training (``jllama.models.lora``)."""
     stacks: dict[str, list[np.ndarray]] = {}
-    for key, tensor in adapter.tensors.items():  # layer by layer
+    for key, tensor in adapter.tensors.items():  # layer by layer, and expert by expert
         stacks.setdefault(re.sub(r"/\d+/", "/", key), []).append(tensor.T)
-    return unflatten_dict({path: np.stack(stack) for path, stack in stacks.items()}, sep="/")
+    params: Any = {}
+    for path, stack in stacks.items():
+        params[path] = np.stack(stack)
+        if path.split("/")[1] in EXPERT_MATRICES:
+            lead = (-1, adapter.config.num_experts)
+            params[path] = params[path].reshape(*lead, *stack[0].shape)
+    return unflatten_dict(params, sep="/")
+
+
+def unstacked(path: str, stack: np.ndarray, config: LlamaConfig) -> dict[str, np.ndarray]:
+    """Return the tensors of an ``Adapter`` from ``wq/a`` or another stack of ``stacked``."""
+    tensors = {}
+    name, part = path.split("/")
+    for layer, matrix in zip(layers_of(PARAMETERS[f"layers/{name}"], config), stack, strict=True):
+        if name in EXPERT_MATRICES:
+            for expert, own in enumerate(matrix):
+                tensors[f"layers/{layer}/{name}/{expert}/{part}"] = own.T
+        else:
+            tensors[f"layers/{layer}/{name}/{part}"] = matrix.T
+    return tensors
 
 
 class _Tensor(NamedTuple):
@@ -153,6 +192,8 @@ class _Tensor(NamedTuple):
 def _layout(config: LlamaConfig, lora: LoraConfig, file_format: NamedFormat) -> dict[str, _Tensor]:
     """Return the tensors of an adapter's file, by their names in it.
 
+    Experts that are joined in files of the base are left out.
+
     Raises:
         JllamaError: The base's files join the adapted matrices.
     """
@@ -162,18 +203,29 @@ def _layout(config: LlamaConfig, lora: LoraConfig, file_format: NamedFormat) -> 
             f"files of {family.model_type} join the matrices that jllama adapts: merge the adapter"
         )
     layout = {}
-    for spec in tensor_specs(config):
-        if spec.path.removeprefix("layers/") not in lora.targets:
+    renamed = family.renamed if file_format == "huggingface" else ()
+    for name, (spec,) in file_tensors(config, file_format, renamed=renamed).items():
+        target = spec.path.removeprefix("layers/")
+        is_of_experts = target in EXPERT_MATRICES
+        is_joined = "{}" not in name or family.model_type == LLAMA4
+        if target not in lora.targets or (is_of_experts and is_joined):
             continue
-        outputs, inputs = spec.shape
+        matrices = {spec.key: name}
+        if is_of_experts:
+            names = names_of_experts(name, config)
+            matrices = {f"{spec.key}/{expert}": own for expert, own in enumerate(names)}
+        inputs = spec.shape[1]
+        outputs = spec.shape[0] // len(matrices)
         shapes = {"a": [lora.rank, inputs], "b": [outputs, lora.rank]}
         if lora.dora:
             shapes["magnitude"] = [outputs]
-        stem = spec.name(file_format).removesuffix("weight").replace("model.", _PREFIX)
-        is_interleaved = file_format == "gguf" and family.is_interleaved and spec.parameter.rotary
-        for part, shape in shapes.items():
-            name = stem + _SUFFIXES[file_format][part]
-            layout[name] = _Tensor(f"{spec.key}/{part}", shape, is_interleaved and part == "b")
+        is_interleaved = file_format in family.interleaved and spec.parameter.rotary
+        for key, own in matrices.items():
+            stem = own.removesuffix("weight").replace("model.", _PREFIX)
+            for part, shape in shapes.items():
+                in_pairs = is_interleaved and part != "a"
+                full = stem + _SUFFIXES[file_format][part]
+                layout[full] = _Tensor(f"{key}/{part}", shape, in_pairs)
     return layout
 
 
@@ -184,7 +236,8 @@ def _read(stored: Mapping[str, FileTensor], file_format: NamedFormat, adapter: A
         JllamaError: A tensor is missing, unknown or of another shape.
     """
     lora = adapter.lora
-    names = _layout(adapter.config, lora, file_format)
+    every = dataclasses.replace(lora, targets=tuple(adaptable_rows(adapter.config)))
+    names = _layout(adapter.config, every, file_format)
     targets = dict.fromkeys(names[name].key.split("/")[2] for name in names if name in stored)
     if targets:
         lora = dataclasses.replace(lora, targets=tuple(targets))
@@ -214,9 +267,18 @@ def _read(stored: Mapping[str, FileTensor], file_format: NamedFormat, adapter: A
 def _named_tensors(
     adapter: Adapter, file_format: NamedFormat, dtype: Any
 ) -> list[tuple[str, FileTensor, Any]]:
-    """Return the tensors to write: name, tensor, and ``dtype``."""
+    """Return the tensors to write: name, tensor, and ``dtype``.
+
+    Raises:
+        JllamaError: It adapts experts, which files of the base join.
+    """
     named = []
-    for name, entry in _layout(adapter.config, adapter.lora, file_format).items():
+    layout = _layout(adapter.config, adapter.lora, file_format)
+    if len(layout) < len(adapter.tensors):
+        raise JllamaError(
+            f"{adapter.source} adapts experts, which such files join to one matrix: merge it"
+        )
+    for name, entry in layout.items():
         tensor: FileTensor = adapter.tensors[entry.key]
         if entry.is_interleaved:
             tensor = permuted(tensor, adapter.config.head_dim, to_half_split=False)
@@ -284,9 +346,16 @@ def write_peft(adapter: Adapter, target: Path, dtype: None, on_progress: OnProgr
     """Write a folder that ``peft.PeftModel.from_pretrained`` loads."""
     tensors = _named_tensors(adapter, "huggingface", _F32)
     write_safetensors(target / WEIGHTS, tensors, on_progress, _fingerprint_entry(adapter))
-    modules = [
-        PARAMETERS[f"layers/{name}"].huggingface.rpartition(".")[2] for name in adapter.lora.targets
-    ]
+    family = family_of(adapter.config)
+    modules = []
+    for name in adapter.lora.targets:
+        module = PARAMETERS[f"layers/{name}"].huggingface + "."
+        for usual, own in family.renamed:
+            module = module.replace(usual, own)
+        module = module.removesuffix(".")
+        if not family.renamed or name in EXPERT_MATRICES:
+            module = module.rpartition(".")[2]
+        modules.append(module)
     fields = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -297,6 +366,9 @@ def write_peft(adapter: Adapter, target: Path, dtype: None, on_progress: OnProgr
         "inference_mode": True,
     }
     fields |= {key: getattr(adapter.lora, name) for name, (key, _) in _FIELDS.items()}
+    if not {*EXPERT_MATRICES}.isdisjoint(adapter.lora.targets):
+        # PEFT joins adapters of experts to one of twice the rank and alpha.
+        fields |= {"lora_alpha": adapter.lora.scale * adapter.lora.rank, "use_rslora": False}
     write_json(target / CONFIG, fields)
 
 
@@ -341,7 +413,7 @@ def write_gguf(adapter: Adapter, target: Path, dtype: None, on_progress: OnProgr
     """Write a file that llama.cpp takes as ``--lora``.
 
     Raises:
-        JllamaError: The adapter is DoRA, which llama.cpp does not know.
+        JllamaError: The adapter is DoRA or of experts, which jllama cannot write so.
     """
     if adapter.lora.dora:
         raise JllamaError(

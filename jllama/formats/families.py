@@ -5,12 +5,13 @@ Sources: the configurations and models of transformers 5.24; llama.cpp's ``conve
 ``src/models``.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jllama.core import JllamaError
 from jllama.core.config import LlamaConfig
+from jllama.formats.llama4 import LLAMA4, LLAMA4_OPTIONS, llama4_entries, llama4_options
 from jllama.system.files import Json, read_field, read_fields
 
 MULTIPLIERS = {
@@ -37,7 +38,7 @@ class Family(NamedTuple):
         has_window: ``(layer, fields)``: whether a layer has the sliding window, if ``config.json``
             has no ``layer_types``.
         is_fused: whether files have queries, keys and values as one matrix, and gate and up.
-        is_interleaved: whether rotary channels are interleaved pairs in GGUF files.
+        interleaved: the formats in whose files rotary channels are interleaved pairs.
         scales_rope: whether a model may have ``rope_scaling``.
         experts: the key and the default in ``config.json`` of each field about experts.
         refused: keys of ``config.json`` whose other values jllama does not have.
@@ -53,7 +54,7 @@ class Family(NamedTuple):
     defaults: Mapping[str, Any] = {}
     has_window: Callable[[int, Mapping[str, Any]], bool] = lambda layer, fields: True
     is_fused: bool = False
-    is_interleaved: bool = False
+    interleaved: Sequence[str] = ()
     scales_rope: bool = True
     experts: Mapping[str, tuple[str, Any]] = {}
     refused: Mapping[str, Any] = {}
@@ -101,7 +102,12 @@ _QWEN_EXPERTS = _OLMOE_EXPERTS | {
     "num_experts": ("num_experts", 128),
     "expert_dim": ("moe_intermediate_size", 768),
 }
-_LLAMA = Family("llama", "LlamaForCausalLM", "llama", is_interleaved=True)
+_LLAMA4_EXPERTS = {
+    "num_experts": ("num_local_experts", 16),
+    "experts_per_token": ("num_experts_per_tok", 1),
+    "expert_dim": ("moe_intermediate_size", 8192),
+}
+_LLAMA = Family("llama", "LlamaForCausalLM", "llama", interleaved=("gguf",))
 FAMILIES = {
     family.model_type: family
     for family in (
@@ -153,7 +159,7 @@ FAMILIES = {
                 "no_rope_layer_interval": 4,
             },
             has_window=lambda layer, fields: layer in fields["no_rope_layers"],
-            is_interleaved=True,
+            interleaved=("gguf",),
         ),
         Family(
             "olmo2",
@@ -191,7 +197,7 @@ FAMILIES = {
             "granite",
             optional=tuple(MULTIPLIERS),
             defaults=dict.fromkeys(MULTIPLIERS, 1.0),
-            is_interleaved=True,
+            interleaved=("gguf",),
         ),
         Family(
             "mixtral",
@@ -206,7 +212,7 @@ FAMILIES = {
                 "rms_norm_eps": 1e-5,
                 "rope_theta": 1_000_000.0,
             },
-            is_interleaved=True,
+            interleaved=("gguf",),
             experts=_MIXTRAL_EXPERTS,
             renamed=(
                 ("mlp.gate.", "block_sparse_moe.gate."),
@@ -251,6 +257,31 @@ FAMILIES = {
             refused={"clip_qkv": False},
             normalizes_in_gguf=False,
         ),
+        Family(
+            LLAMA4,
+            "Llama4ForCausalLM",
+            "llama4",
+            fixed={"router": "sigmoid", "shared_expert": True},
+            optional=(*LLAMA4_OPTIONS, *_LLAMA4_EXPERTS),
+            defaults={
+                "hidden_size": 5120,
+                "num_hidden_layers": 48,
+                "num_attention_heads": 40,
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 500_000.0,
+                "no_rope_layer_interval": 4,
+                "max_position_embeddings": 131_072,
+            },
+            interleaved=("gguf", "huggingface"),
+            normalizes_in_gguf=False,
+            experts=_LLAMA4_EXPERTS,
+            renamed=(
+                ("mlp.gate.", "feed_forward.router."),
+                ("mlp.", "feed_forward."),
+            ),
+        ),
     )
 }
 """The families by ``model_type``. A model is written as the first one that can hold it."""
@@ -272,12 +303,17 @@ def family_of(config: LlamaConfig) -> Family:
     for family in FAMILIES.values():
         has_fixed = all(getattr(config, name) == value for name, value in family.fixed.items())
         is_known = {*config.extensions} <= {*family.fixed, *family.optional}
-        if has_fixed and is_known and _can_scale(config, family):
+        if has_fixed and is_known and _can_scale(config, family) and _can_normalize(config, family):
             return family
     raise JllamaError(
         f"no family of models has {', '.join(config.extensions)} together with the rest of this "
         "configuration: choose the format orbax"
     )
+
+
+def _can_normalize(config: LlamaConfig, family: Family) -> bool:
+    """Return whether models of a family may have the configuration's norm of queries and keys."""
+    return "qk_norm" not in family.optional or config.qk_norm in ("none", "rotated")
 
 
 def _can_scale(config: LlamaConfig, family: Family) -> bool:
@@ -307,6 +343,8 @@ def read_options(fields: Json, family: Family, num_layers: int, source: Path) ->
     values |= read_fields(fields | counts, family.experts, source)
     if "no_rope_layers" in family.optional:
         values["no_rope_layers"] = _no_rope_layers(fields, num_layers, source)
+    if family.model_type == LLAMA4:
+        values |= llama4_options(fields, values["no_rope_layers"], num_layers, source)
     if "sliding_window" in family.optional:
         with_layers = fields | {"no_rope_layers": values.get("no_rope_layers")}
         values |= _windows(with_layers, family, num_layers, source)
@@ -379,6 +417,8 @@ def written_options(config: LlamaConfig, family: Family) -> Json:
     layers = range(config.num_layers)
     entries: Json = multipliers(config, family)
     entries |= {key: getattr(config, name) for name, (key, _) in family.experts.items()}
+    if family.model_type == LLAMA4:
+        entries |= llama4_entries(config)
     if "no_rope_layers" in family.optional:
         entries["no_rope_layers"] = [int(layer not in config.no_rope_layers) for layer in layers]
     if "partial_rotary_factor" in family.optional:

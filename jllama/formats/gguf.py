@@ -11,14 +11,14 @@ import reprlib
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, LlamaFileType
 
 from jllama.core import JllamaError, UsageError
 from jllama.core.config import LLAMA_VALUES, ROPE_SCALINGS, LlamaConfig, RopeScaling
-from jllama.core.parameters import PARAMETERS, shape_of
+from jllama.core.parameters import PARAMETERS, layers_of, shape_of
 from jllama.formats.families import (
     FAMILIES,
     GGUF_FAMILIES,
@@ -28,6 +28,7 @@ from jllama.formats.families import (
     multipliers,
 )
 from jllama.formats.gguf_file import MAGIC, OURS, PLAIN, read_gguf_file, shortest, write_gguf_file
+from jllama.formats.llama4 import LLAMA4, options_of_llama_cpp
 from jllama.formats.tensors import (
     Checkpoint,
     FileTensor,
@@ -54,7 +55,11 @@ TOKENIZER = "tokenizer.ggml.model"
 NO_TOKENIZER = "no_vocab"
 _TOLERANCE = 1e-5  # of float32 divisors that were computed in float32
 _KINDS = {name: type(value) for name, value in vars(LlamaConfig()).items()}
-Dtype = np.dtype | Literal["q8_0"] | None
+Dtype = np.dtype | str | None  # a string is of ``QUANTIZED``
+QUANTIZED = {
+    name.lower(): GGMLQuantizationType[name] for name in ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
+}
+"""The types in which matrices are written, besides floats."""
 
 # llama.cpp's type for each dtype; it has no float64.
 _TYPES = {dtype: type_ for type_, dtype in PLAIN.items() if type_ != GGMLQuantizationType.F64}
@@ -76,6 +81,7 @@ _WINDOW = "attention.sliding_window"
 _WINDOW_LAYERS = "attention.sliding_window_pattern"
 _VALUE_SIZE = "attention.value_length"
 _ROTARY_SIZE = "rope.dimension_count"
+_EXPERT_STEP = "interleave_moe_layer_step"
 
 # Keys that may only have these values, which have no effect on a Llama.
 _WITHOUT_EFFECT = {
@@ -155,7 +161,7 @@ def read(path: Path) -> Checkpoint:
         "gguf",
         file,
         is_fused=family.is_fused,
-        is_interleaved=family.is_interleaved,
+        is_interleaved="gguf" in family.interleaved,
     )
     tensors = _narrow_norms(matched)
 
@@ -278,6 +284,9 @@ def _read_config(
             ),
             "normalize_expert_weights": family.normalizes_in_gguf,
         }
+    if family.model_type == LLAMA4:
+        step = max(keys.take(_EXPERT_STEP, int, 1), 1)
+        values |= options_of_llama_cpp(values["num_layers"], values["num_experts"], step)
     config = LlamaConfig(**values)
 
     # 3) The scaling, and keys that jllama does not know.
@@ -388,7 +397,8 @@ def _possible_scalings(
     try:
         if "factor" in own:
             return [RopeScaling.from_fields({"type": "llama3"} | own)]
-        return [scaling, Llama3Scaling(shortest(float(divisors.max())))]
+        factor = shortest(float(divisors.max()))
+        return [scaling, Llama3Scaling(factor), Llama3Scaling(factor, 1.0, 1.0)]
     except UsageError:  # they do not make a scaling
         return [scaling]
 
@@ -400,8 +410,8 @@ def _frequencies(config: LlamaConfig, scaling: RopeScaling) -> np.ndarray:
 def write(checkpoint: Checkpoint, target: Path, dtype: Dtype, on_progress: OnProgress) -> None:
     """Write a GGUF file (version 3) that llama.cpp runs, with tokenizer and chat template.
 
-    Norms are always float32, as llama.cpp requires. With ``q8_0``, a matrix whose rows are not a
-    multiple of 32 long is float16, as in llama.cpp's own converter.
+    Norms are always float32, as llama.cpp requires. With a type of ``QUANTIZED``, a matrix whose
+    rows are not a multiple of 32 long is float16, as in llama.cpp's own converter.
     """
     # 1) Find the family, and what llama.cpp needs for the RoPE scaling.
     config = checkpoint.config
@@ -412,7 +422,7 @@ def write(checkpoint: Checkpoint, target: Path, dtype: Dtype, on_progress: OnPro
 
     # 2) Collect the tensors, each with the type to write it in.
     named = tensors_to_write(
-        checkpoint, "gguf", is_fused=family.is_fused, is_interleaved=family.is_interleaved
+        checkpoint, "gguf", is_fused=family.is_fused, is_interleaved="gguf" in family.interleaved
     )
     tensors = []
     shapes = {}
@@ -471,6 +481,17 @@ def _options_to_write(config: LlamaConfig, family: Family) -> dict[str, Any]:
         keys["expert_feed_forward_length"] = config.expert_dim
         if family.has_one_width:
             keys[_FIELDS["mlp_dim"]] = config.expert_dim
+    if family.model_type == LLAMA4:
+        step = layers_of(PARAMETERS["layers/router"], config)[0] + 1
+        keys[_EXPERT_STEP] = step
+        fixed = options_of_llama_cpp(config.num_layers, config.num_experts, step)
+        for name, value in fixed.items():
+            if getattr(config, name) != value:
+                raise JllamaError(
+                    f"llama.cpp's llama4 has {name} {reprlib.repr(value)} for "
+                    f"{config.num_experts} experts, this model "
+                    f"{reprlib.repr(getattr(config, name))}: choose another format"
+                )
     if not config.sliding_window:
         return keys
     keys[_WINDOW] = config.sliding_window
@@ -486,15 +507,15 @@ def _options_to_write(config: LlamaConfig, family: Family) -> dict[str, Any]:
 
 def _type_to_write(spec: TensorSpec, tensor: FileTensor, dtype: Dtype) -> GGMLQuantizationType:
     """Return the type to write a tensor in; ``JllamaError`` if llama.cpp lacks its dtype."""
-    if dtype == "q8_0":
+    if isinstance(dtype, str):
         is_whole = spec.shape[-1] % 32 == 0
-        type_ = GGMLQuantizationType.Q8_0 if is_whole else GGMLQuantizationType.F16
+        type_ = QUANTIZED[dtype] if is_whole else GGMLQuantizationType.F16
     else:
         number = np.dtype(dtype or tensor.dtype)
         if number not in _TYPES:
             raise JllamaError(
                 f"llama.cpp has no {number.name} for {spec.name('gguf')}: "
-                "choose float32, float16, bfloat16 or q8_0"
+                f"choose float32, float16, bfloat16, {', '.join(QUANTIZED)}"
             )
         type_ = _TYPES[number]
     is_matrix = spec.parameter.role == "matrix" and spec.parameter.rounds

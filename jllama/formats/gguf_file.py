@@ -50,9 +50,8 @@ def _dequantize_lazily(
     def read(rows: slice) -> np.ndarray:
         return dequantize(np.ascontiguousarray(stored[rows]), type_).reshape(-1, *shape[1:])
 
-    return LazyTensor(
-        shape, PLAIN[GGMLQuantizationType.F32], read, stored=stored, quantized=type_.name
-    )
+    blocks = None if type_ in PLAIN else stored
+    return LazyTensor(shape, PLAIN[GGMLQuantizationType.F32], read, 1, stored, type_.name, blocks)
 
 
 def read_gguf_file(path: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:

@@ -39,6 +39,7 @@ from jllama.formats.families import (
     read_options,
     written_options,
 )
+from jllama.formats.llama4 import LLAMA4, common_fields, join_experts, split_experts, text_fields
 from jllama.formats.safetensors_file import DTYPES, write_safetensors
 from jllama.formats.tensors import (
     Checkpoint,
@@ -95,7 +96,7 @@ _HEAD = PARAMETERS["lm_head"].name("huggingface")
 _DROPPED = {
     GENERATION_CONFIG: ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
     TOKENIZER_CONFIG: ("pad_token",),
-    CONFIG: ("router_aux_loss_coef", "router_jitter_noise"),
+    CONFIG: ("router_aux_loss_coef", "router_jitter_noise", "vision_config"),
 }
 """Fields by file that conversion leaves behind."""
 
@@ -119,7 +120,10 @@ def config_from_huggingface(fields: Mapping[str, Any], source: Path) -> LlamaCon
     Raises:
         JllamaError: A field is wrong, or requests something that a Llama of jllama does not have.
     """
+    fields = text_fields(fields)
     family = _find_family(fields, source)
+    if family.model_type == LLAMA4:
+        fields = common_fields(fields)
     defaults = {key: value for key, value in family.defaults.items() if key not in fields}
     fields = without_nulls(fields)
     _refuse_other_options(fields, family, source)
@@ -350,13 +354,16 @@ def read(path: Path) -> Checkpoint:
             f"{path} has no {CONFIG}: copy it there, "
             "the weights alone do not say what model they are"
         )
-    fields = read_json_object(source)
+    fields = text_fields(read_json_object(source))
     config = config_from_huggingface(fields, source)
 
     # 2) Read the weights, and take the size of the vocabulary from them if it is not set.
     from jllama.formats.weight_files import read_weights
 
     weights = read_weights(path)
+    family = _find_family(fields, source)
+    if family.model_type == LLAMA4:
+        weights = split_experts(weights)
     for name in list(weights):
         if re.fullmatch(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", name):
             del weights[name]  # computed, not learned
@@ -377,14 +384,13 @@ def read(path: Path) -> Checkpoint:
             remedy = "with score.weight it is a classifier, which jllama does not have"
         raise JllamaError(f"{path} has no {_HEAD}: {remedy}")
     tied_head = weights.pop(_HEAD, None) if config.tie_embeddings else None
-    family = _find_family(fields, source)
     tensors = match_tensors(
         weights,
         config,
         "huggingface",
         path,
         is_fused=family.is_fused,
-        is_interleaved=False,
+        is_interleaved="huggingface" in family.interleaved,
         renamed=family.renamed,
     )
     if tied_head is not None and not have_same_bits(tied_head, tensors["embed"]):
@@ -421,10 +427,14 @@ def write(
         checkpoint,
         "huggingface",
         is_fused=family.is_fused,
-        is_interleaved=False,
+        is_interleaved="huggingface" in family.interleaved,
         renamed=family.renamed,
     )
-    tensors = {name: (name, tensor, dtype or tensor.dtype) for name, _, tensor in named}
+    contents = {name: tensor for name, _, tensor in named}
+    if family.model_type == LLAMA4:
+        contents = {name: contents[name] for name in contents if ".experts." not in name}
+        contents |= join_experts(checkpoint)
+    tensors = {name: (name, tensor, dtype or tensor.dtype) for name, tensor in contents.items()}
     dtypes = {kind for _, _, kind in tensors.values()}
     unknown = dtypes - set(DTYPES.values())
     if unknown:
@@ -471,7 +481,7 @@ def dropped_fields(folder: Path) -> list[str]:
     """Name what a folder says of sampling, padding and training, which no ``Checkpoint`` holds."""
     names = []
     for file, keys in _DROPPED.items():
-        fields = read_optional_json(folder / file)
+        fields = text_fields(read_optional_json(folder / file))
         names += [key for key in keys if fields.get(key) not in (None, 0.0)]
     return names
 

@@ -3,7 +3,7 @@
 Matrices are ``[outputs, inputs]``, rotary channels in interleaved pairs. A shard has its part of
 the heads, of the MLP's width and of the vocabulary; norms are repeated in every shard. Llama 1 and
 2 split the embedding along its width instead. Source: ``ModelArgs`` and ``Transformer`` of Meta's
-llama (Llama 1 and 2) and llama-models (Llama 3) repositories.
+llama (Llama 1 and 2) and llama-models (Llama 3 and 4) repositories.
 """
 
 import dataclasses
@@ -17,8 +17,16 @@ import numpy as np
 
 from jllama.core import JllamaError, UsageError
 from jllama.core.config import LlamaConfig, RopeScaling, llama_mlp_dim
-from jllama.core.parameters import PARAMETERS
+from jllama.core.parameters import PARAMETERS, layers_of
 from jllama.formats.chat_files import read_text_files, write_chat_files
+from jllama.formats.llama4 import (
+    META_DEFAULTS,
+    META_KEYS,
+    META_NAMES,
+    META_SCALING,
+    options_of_meta,
+    split_shard,
+)
 from jllama.formats.tensors import (
     Checkpoint,
     FileTensor,
@@ -26,9 +34,10 @@ from jllama.formats.tensors import (
     OnProgress,
     concatenate_rows,
     differences,
+    file_tensors,
     have_same_bits,
     match_tensors,
-    tensor_specs,
+    names_of_experts,
     tensors_to_write,
 )
 from jllama.formats.torch_file import read_torch_file, write_torch_file
@@ -114,17 +123,37 @@ def read(path: Path, rope_factor: float | None = None) -> Checkpoint:
             f"{path} lacks {PARAMS}: copy it there, "
             "the weights alone do not say what model they are"
         )
-    params = without_nulls(read_json_object(source))
+    params = read_json_object(source)
+    nested = params.get("model")
+    params = without_nulls(nested if isinstance(nested, dict) else params)
+    known = set(_KEYS)
+    experts = params.pop("moe_args", None)
+    if experts:
+        known |= {*META_KEYS.split()}
+        if not isinstance(experts, dict):
+            raise JllamaError(f"{source} has moe_args {str(experts)[:80]}; it must be an object")
+        scaling = META_SCALING if params.get("use_scaled_rope") else {}
+        params = META_DEFAULTS | scaling | params | without_nulls(experts)
     # 0 and -1 turn an option off.
-    refused = [key for key, value in params.items() if key not in _KEYS and value not in (0, -1)]
+    refused = [key for key, value in params.items() if key not in known and value not in (0, -1)]
     if refused:
         raise JllamaError(
             f"{source} has options that jllama's Llama does not have: {', '.join(refused)}"
         )
 
+    if "vision_args" in params:
+        print(f"note: {path} also takes images; its text model alone is read", file=sys.stderr)
+
     # The architecture, which is partly in the weights.
     shards = _read_shards(path)
-    config = _read_config(params, source, shards)
+    with errors_as(source):
+        config = LlamaConfig(**read_fields(params, _FIELDS, source))
+        if experts:  # only now, as the number of layers was checked
+            config = dataclasses.replace(config, **options_of_meta(params, source))
+    if experts:
+        with errors_as(f"{path} has a tensor of another shape", ValueError, IndexError, TypeError):
+            shards = {name: split_shard(shard, config) for name, shard in shards.items()}
+    config = _with_sizes(config, params, source, shards)
     scaling = _rope_scaling(params, source, rope_factor, config)
     config = dataclasses.replace(config, rope_scaling=scaling)
     joined = _join_shards(path, config, shards)
@@ -137,7 +166,7 @@ def read(path: Path, rope_factor: float | None = None) -> Checkpoint:
         joined.pop(head_name, None)
 
     # The tensors, and the context: by jllama's own file, else that of the released Llama.
-    tensors = match_tensors(joined, config, "meta", path)
+    tensors = match_tensors(joined, config, source=path, **_naming(config))
     own = path / OURS
     default = _family_max_seq_len(config)
     with errors_as(own):
@@ -172,18 +201,25 @@ def _read_shards(path: Path) -> Shards:
     return shards
 
 
-def _read_config(params: Mapping[str, Any], source: Path, shards: Shards) -> LlamaConfig:
+def _naming(config: LlamaConfig) -> dict[str, Any]:
+    """Return the arguments of ``file_tensors`` by which tensors are named."""
+    if config.num_experts:
+        return {"file_format": "huggingface", "renamed": META_NAMES}
+    return {"file_format": "meta"}
+
+
+def _with_sizes(
+    config: LlamaConfig, params: Mapping[str, Any], source: Path, shards: Shards
+) -> LlamaConfig:
     """Return the architecture, not tied, and with a default ``max_seq_len``.
 
     The weights give the MLP's width and the vocabulary, as far as ``params.json`` does not.
     """
     count = len(shards)
     tensors = next(iter(shards.values()))
-    with errors_as(source):
-        config = LlamaConfig(**read_fields(params, _FIELDS, source))
     shapes = {}
-    for spec in tensor_specs(config):
-        tensor = tensors.get(spec.name("meta"))
+    for name, (spec,) in file_tensors(config, **_naming(config)).items():
+        tensor = tensors.get(name)
         if tensor is not None and tensor.ndim == 2:
             shapes[spec.key] = tensor.shape
     # How many shards there must be: the outputs of wq are always split.
@@ -201,9 +237,16 @@ def _read_config(params: Mapping[str, Any], source: Path, shards: Shards) -> Lla
     mlp_dim = shapes.get("layers/0/w_gate", (0, 0))[0] * count
     if "multiple_of" in params or "ffn_dim_multiplier" in params:
         mlp_dim = llama_mlp_dim(embed_dim, **read_fields(params, _MLP, source))
+    expert_dim = 0
+    if config.num_experts:
+        layer = layers_of(PARAMETERS["layers/router"], config)[0]
+        expert_dim = shapes.get(f"layers/{layer}/shared_gate", (0, 0))[0] * count
     with errors_as(source):
         return dataclasses.replace(
-            config, vocab_size=config.vocab_size or vocab_size, mlp_dim=mlp_dim
+            config,
+            vocab_size=config.vocab_size or vocab_size,
+            mlp_dim=mlp_dim,
+            expert_dim=expert_dim,
         )
 
 
@@ -259,9 +302,15 @@ def _join_shards(path: Path, config: LlamaConfig, shards: Shards) -> dict[str, F
     count = len(files)
     first = shards[files[0]]
     joined: dict[str, FileTensor] = dict(first)
-    for spec in tensor_specs(config):
-        name = spec.name("meta")
-        if name not in first or first[name].ndim != len(spec.shape) or 0 in spec.shape:
+    if config.num_layers > len(first):
+        return joined  # the caller says so
+    expected = {}
+    for stem, (spec,) in file_tensors(config, **_naming(config)).items():
+        names = names_of_experts(stem, config)
+        rows, *columns = spec.shape
+        expected |= dict.fromkeys(names, (rows // len(names), *columns))
+    for name, whole in expected.items():
+        if name not in first or first[name].ndim != len(whole) or 0 in whole:
             continue  # the caller lists it
         # A matrix is split along its outputs, else along its inputs. Norms are repeated, and so are
         # key-value heads if there are fewer than shards.
@@ -269,8 +318,8 @@ def _join_shards(path: Path, config: LlamaConfig, shards: Shards) -> dict[str, F
         axis = 0
         repeats = count
         if len(shape) > 1:
-            axis = int(shape[0] == spec.shape[0])
-            repeats = max(1, count * shape[axis] // spec.shape[axis])
+            axis = int(shape[0] == whole[0])
+            repeats = max(1, count * shape[axis] // whole[axis])
         parts = []
         for index, file in enumerate(files):
             tensor = shards[file][name]
@@ -289,8 +338,16 @@ def _join_shards(path: Path, config: LlamaConfig, shards: Shards) -> dict[str, F
 def _family_max_seq_len(config: LlamaConfig) -> int:
     """Return the context length of the released Llama with this configuration, or of its family."""
     for released in PRESETS.values():
-        if dataclasses.replace(config, max_seq_len=released.max_seq_len) == released:
+        # Files of Llama 4 leave out the temperature of queries.
+        same = dataclasses.replace(
+            config,
+            max_seq_len=released.max_seq_len,
+            temperature_step=released.temperature_step,
+        )
+        if same == released:
             return released.max_seq_len
+    if config.num_experts:
+        return 262_144  # Llama 4 before it is tuned
     if config.rope_scaling:
         return 131_072  # Llama 3.1 to 3.3
     if config.rope_theta == 500_000:
@@ -328,7 +385,7 @@ def write(
 
 
 def _params_of(config: LlamaConfig) -> dict[str, Any]:
-    """Return the fields of a ``params.json``, the inverse of ``_read_config``."""
+    """Return the fields of a ``params.json``, the inverse of ``_with_sizes``."""
     scaling = config.rope_scaling
     problem = ""
     if scaling and scaling.type != "llama3":

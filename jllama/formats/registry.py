@@ -5,6 +5,7 @@ Formats exchange a ``Checkpoint``. A further format is an entry of ``FORMATS``.
 
 import contextlib
 import dataclasses
+import importlib.util
 import re
 import shutil
 import sys
@@ -16,6 +17,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from gguf import GGML_QUANT_SIZES
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
@@ -23,6 +25,7 @@ from jllama.core import JllamaError, UsageError
 from jllama.core.parameters import count_parameters
 from jllama.formats import adapters, bucket, gguf, huggingface, llama2c, meta, run, tensors
 from jllama.formats.tensors import Checkpoint, OnProgress, size_bytes
+from jllama.kernels.linear import KERNELS
 from jllama.models.decode_params import Quantization
 from jllama.models.language_model import LanguageModel
 from jllama.system import cache
@@ -89,7 +92,7 @@ FORMATS: dict[str, Format] = {
         gguf.recognizes,
         gguf.read,
         gguf.write,
-        FLOATS | {"q8_0": 34 / 32},
+        FLOATS | {name: GGML_QUANT_SIZES[type_][1] / 32 for name, type_ in gguf.QUANTIZED.items()},
         is_file=True,
         suffix=".gguf",
     ),
@@ -177,7 +180,8 @@ def load(
             released Llama of the same shape.
         step: The checkpoint of a training run; None is the one with the lowest validation loss.
         quantize: ``int8`` rounds the matrices to eight bits as they are read; on a GPU or TPU that
-            saves no time.
+            saves no time. With neither this nor ``dtype``, a CPU keeps matrices of GGUF files as
+            they are stored if their type is one of ``kernels.linear.KERNELS``; that needs numba.
         adapter: An adapter for these weights, merged as they are read: PEFT's folder (or hub id), a
             GGUF LoRA file, or a run, to which ``step`` then applies. A run that trained an adapter
             is a checkpoint, too.
@@ -202,6 +206,7 @@ def load(
         compilation_cache.reset_cache()
 
     # 2) Choose the dtype, and check the other arguments.
+    keeps_blocks = dtype is None and not quantize
     if dtype is not None:
         dtype = _float_dtype(dtype)
     elif jax.default_backend() == "cpu":
@@ -218,6 +223,15 @@ def load(
     # 3) Open the checkpoint, and read its weights onto the devices.
     source = local_copy(path)
     checkpoint = open_checkpoint(source, rope_factor, step, adapter)
+    kinds = {getattr(tensor, "quantized", "") for tensor in checkpoint.tensors.values()}
+    wants_kernels = quantize or (keeps_blocks and not kinds.isdisjoint(KERNELS))
+    on_cpu = layout == "decode" and jax.default_backend() == "cpu"
+    if wants_kernels and on_cpu and importlib.util.find_spec("numba") is None:
+        print(
+            "note: without numba, quantized weights of GGUF files become float32, in up to eight "
+            "times the memory, and products in int8 take longer: pip install 'jllama[cpu]'",
+            file=sys.stderr,
+        )
     if checkpoint.adapter and dtype is None:
         dtype = checkpoint.tensors["embed"].dtype  # merged matrices are float32
     num_bytes = size_bytes(checkpoint, dtype)
@@ -225,7 +239,9 @@ def load(
         if layout == "training":
             params = tensors.load_params(checkpoint, dtype, mesh, on_progress)
         else:
-            params = tensors.load_decode_params(checkpoint, dtype, mesh, on_progress, quantize)
+            params = tensors.load_decode_params(
+                checkpoint, dtype, mesh, on_progress, quantize, keeps_blocks
+            )
 
     # 4) Add the tokenizer, the chat template and the stop ids.
     tokenizer = checkpoint.tokenizer

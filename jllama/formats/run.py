@@ -16,7 +16,7 @@ from flax.traverse_util import flatten_dict
 from jllama.core import JllamaError
 from jllama.core.config import LlamaConfig
 from jllama.core.model import abstract_params
-from jllama.formats.adapters import Adapter
+from jllama.formats.adapters import Adapter, unstacked
 from jllama.formats.chat_files import read_text_files, write_chat_files
 from jllama.formats.tensors import Checkpoint, OnProgress, TensorsOfParams, load_params
 from jllama.models.config import LoraConfig
@@ -108,8 +108,7 @@ def read_adapter(path: Path, config: LlamaConfig, step: int | None = None) -> Ad
     params, _, meta = checkpoints.restore(step, shapes, None)
     tensors = {}
     for name, leaf in flatten_dict(params["layers"], sep="/").items():
-        for layer, matrix in enumerate(np.asarray(leaf)):
-            tensors[f"layers/{layer}/{name}"] = matrix.T
+        tensors |= unstacked(name, np.asarray(leaf), config)
     base = str(fields.get("init_from", ""))
     fingerprint = str(meta.get("base_fingerprint") or "")
     return Adapter(lora, tensors, config, path, base, fingerprint, step)

@@ -387,7 +387,7 @@ def _stored_tensor(spec: TensorSpec, stored: _StoredArray) -> LazyTensor:
 
     def read(rows: slice) -> np.ndarray:
         first = rows.start // inner
-        parts = {"layers": spec.layer, row.outputs[0]: slice(first, -(-rows.stop // inner))}
+        parts = {"layers": spec.place, row.outputs[0]: slice(first, -(-rows.stop // inner))}
         array = stored.read(*(parts.get(axis, slice(None)) for axis in row.axes))
         return as_matrix(row, array)[rows.start - first * inner : rows.stop - first * inner]
 

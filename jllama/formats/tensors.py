@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from jllama.core.parameters import (
     flatten_matrix,
     inputs_first,
     joined_groups,
+    layer_places,
     matrix_shape,
     parameter_table,
     shape_of,
@@ -57,6 +58,7 @@ class TensorSpec(NamedTuple):
     path: str  # path in the table, such as embed or layers/wq
     parameter: Parameter
     layer: int  # 0 outside the layers
+    place: int  # of the layer in the stack of ``path``
     shape: tuple[int, ...]  # ``matrix_shape``, the same in every file format
 
     def name(self, file_format: NamedFormat) -> str:
@@ -67,14 +69,17 @@ class TensorSpec(NamedTuple):
 def tensor_specs(config: LlamaConfig) -> list[TensorSpec]:
     """Return all tensors of a model's file: the embedding, layer by layer, then the others."""
     table = parameter_table(config)
-    stacked = [path for path in table if path.startswith("layers/")]
-    first, *last = (path for path in table if path not in stacked)
-    in_layers = [(path, layer) for layer in range(config.num_layers) for path in stacked]
+    first, *last = (path for path in table if not path.startswith("layers/"))
+    in_layers = [
+        (f"layers/{name}", layer, place)
+        for layer, places in enumerate(layer_places(config))
+        for name, place in places.items()
+    ]
     specs = []
-    for path, layer in [(first, 0), *in_layers, *((path, 0) for path in last)]:
+    for path, layer, place in [(first, 0, 0), *in_layers, *((path, 0, 0) for path in last)]:
         row = table[path]
         key = path.replace("/", f"/{layer}/")
-        specs.append(TensorSpec(key, path, row, layer, matrix_shape(row, config)))
+        specs.append(TensorSpec(key, path, row, layer, place, matrix_shape(row, config)))
     return specs
 
 
@@ -96,6 +101,7 @@ class LazyTensor:
     rows_at_once: int = 1  # rows that are stored together: reading fewer costs as much
     stored: np.ndarray | None = None  # what it is computed from, if that is one array
     quantized: str = ""  # GGML's type of ``stored``; empty if it is not quantized
+    blocks: Any = None  # the same rows as bytes of that type, [outputs, bytes], if it is quantized
 
     def __getitem__(self, rows: slice, /) -> np.ndarray:
         return self.read(rows)
@@ -132,13 +138,16 @@ def permuted(tensor: FileTensor, head_dim: int, to_half_split: bool) -> LazyTens
         """Read the heads that the rows belong to, reorder them, and cut out the rows."""
         first = rows.start // head_dim * head_dim
         last = -(-rows.stop // head_dim) * head_dim
-        heads = tensor[first:last].reshape(-1, *pairs, tensor.shape[1])
-        whole = heads.swapaxes(1, 2).reshape(-1, tensor.shape[1])
+        heads = tensor[first:last].reshape(-1, *pairs, *tensor.shape[1:])
+        whole = heads.swapaxes(1, 2).reshape(-1, *tensor.shape[1:])
         return whole[rows.start - first : rows.stop - first]
 
     if isinstance(tensor, LazyTensor):
         rows_at_once = math.lcm(head_dim, tensor.rows_at_once)
-        return dataclasses.replace(tensor, read=read, rows_at_once=rows_at_once)
+        stored = tensor.blocks
+        if stored is not None:
+            stored = permuted(stored, head_dim, to_half_split)
+        return dataclasses.replace(tensor, read=read, rows_at_once=rows_at_once, blocks=stored)
     return LazyTensor(tensor.shape, tensor.dtype, read, head_dim, tensor)
 
 
@@ -162,7 +171,12 @@ def concatenate_rows(tensors: Sequence[FileTensor]) -> FileTensor:
     shape = sum(tensor.shape[0] for tensor in tensors), *tensors[0].shape[1:]
     dtype = functools.reduce(jnp.promote_types, [tensor.dtype for tensor in tensors])
     rows_at_once = math.lcm(*(getattr(tensor, "rows_at_once", 1) for tensor in tensors))
-    return LazyTensor(shape, dtype, read, rows_at_once)
+    joined = LazyTensor(shape, dtype, read, rows_at_once)
+    kinds = {getattr(tensor, "quantized", "") for tensor in tensors}
+    stored: list[Any] = [getattr(tensor, "blocks", None) for tensor in tensors]
+    if len(kinds) == 1 and all(part is not None for part in stored):
+        joined = dataclasses.replace(joined, quantized=kinds.pop(), blocks=concatenate_rows(stored))
+    return joined
 
 
 def reorder_rotary(
@@ -222,7 +236,7 @@ def differences(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
     )
 
 
-def _row_range(tensor: FileTensor, start: int, size: int) -> FileTensor:
+def row_range(tensor: FileTensor, start: int, size: int) -> FileTensor:
     """Return some rows of a matrix: one of those that were joined to it."""
     if isinstance(tensor, np.ndarray):
         return tensor[start : start + size]
@@ -230,7 +244,11 @@ def _row_range(tensor: FileTensor, start: int, size: int) -> FileTensor:
     def read(rows: slice) -> np.ndarray:
         return tensor[slice(start + rows.start, start + rows.stop)]
 
-    return dataclasses.replace(tensor, shape=(size, *tensor.shape[1:]), read=read, stored=None)
+    stored = tensor.blocks
+    if stored is not None:
+        stored = row_range(stored, start, size)
+    shape = (size, *tensor.shape[1:])
+    return dataclasses.replace(tensor, shape=shape, read=read, stored=None, blocks=stored)
 
 
 def file_tensors(
@@ -306,7 +324,7 @@ def match_tensors(
         for spec in specs:
             part = whole
             if len(specs) > 1:
-                part = _row_range(part, start, spec.shape[0])
+                part = row_range(part, start, spec.shape[0])
                 start += spec.shape[0]
             if is_interleaved:
                 part = reorder_rotary(spec, part, config, to_half_split=True)
@@ -331,7 +349,7 @@ def tensors_to_write(
         parts = names_of_experts(name, config)
         rows = tensor.shape[0] // len(parts)
         for index, part in enumerate(parts):
-            content = tensor if len(parts) == 1 else _row_range(tensor, index * rows, rows)
+            content = tensor if len(parts) == 1 else row_range(tensor, index * rows, rows)
             yield part, specs[0], content
 
 
@@ -428,9 +446,7 @@ def _fill_stack(
         outputs = tuple(axis for axis in outputs if axis != "experts")
         rows = math.prod(sizes[axis] for axis in outputs)
         experts = range(sizes["experts"])[bounds["experts"]]
-        tensors = [
-            _row_range(tensor, index * rows, rows) for tensor in tensors for index in experts
-        ]
+        tensors = [row_range(tensor, index * rows, rows) for tensor in tensors for index in experts]
         matrices = [matrix for layer in layers for matrix in layer]
     else:
         matrices = [as_matrix(row, layer) for layer in layers]
@@ -455,9 +471,10 @@ class _Group(NamedTuple):
     """The tensors of one leaf of ``DecodeParams.weights``; a joined matrix has several."""
 
     specs: list[TensorSpec]
-    tensor: FileTensor  # all of them, outputs behind outputs
+    tensor: Any  # FileTensor: all of them, outputs behind outputs
     dtype: np.dtype  # of its floats
     layout: list[tuple[tuple[int, ...], np.dtype]]  # of its values and, for int8, its scale
+    kernel: str = ""  # of ``F.DecodeMatrix``
 
 
 def load_decode_params(
@@ -466,8 +483,12 @@ def load_decode_params(
     mesh: Mesh | None = None,
     on_progress: OnProgress = lambda _: None,
     quantize: Quantization | None = None,
+    keeps_blocks: bool = False,
 ) -> DecodeParams:
     """Read parameters into the decoding layout; equals ``decode_layout`` of ``load_params``.
+
+    With ``keeps_blocks``, matrices in GGML types that have kernels keep their bytes, but not those
+    of experts.
 
     Each tensor goes straight to its place. With ``quantize`` it is rounded as it is read, so that
     only a few blocks are in memory as floats at any time. On a mesh, a matrix is split by the first
@@ -477,21 +498,33 @@ def load_decode_params(
     """
     config = checkpoint.config
     dtypes = _parameter_dtypes(checkpoint, dtype, mesh)
-    # What to read, the largest first.
+    is_one_device = mesh is None or mesh.size == 1
+    kernels = dict.fromkeys(checkpoint.tensors, "")
+    if keeps_blocks and is_one_device:
+        kernels = {spec.key: _kernel_of(checkpoint, spec) for spec in tensor_specs(config)}
+    # What to read, the largest first. A layer's matrices are joined where they have one kernel.
+    joined_layers = set(range(config.num_layers if is_one_device else 0))
+    for specs in _group_specs(config, joined_layers).values():
+        if len({kernels[spec.key] for spec in specs}) > 1:
+            joined_layers.discard(specs[0].layer)
     groups = {}
-    for path, specs in _group_specs(config, joins=mesh is None or mesh.size == 1).items():
-        tensor = concatenate_rows([checkpoint.tensors[spec.key] for spec in specs])
+    for path, specs in _group_specs(config, joined_layers).items():
+        tensor: Any = concatenate_rows([checkpoint.tensors[spec.key] for spec in specs])
         own = functools.reduce(np.promote_types, [dtypes[spec.path] for spec in specs])
-        layout = [(tensor.shape, own)]
         row = specs[0].parameter
-        if quantize and row.inputs and row.rounds:
+        kernel = kernels[specs[0].key]
+        layout = [(tensor.shape, own)]
+        if kernel:
+            layout = [(tensor.blocks.shape, np.dtype(np.uint8))]
+        elif quantize and row.inputs and row.rounds:
             layout = [(tensor.shape, np.dtype(np.int8)), (tensor.shape[:1], own)]
-        groups[path] = _Group(specs, tensor, own, layout)
+            kernel = F.choose_kernel(quantize, tensor.shape[1]) if is_one_device else ""
+        groups[path] = _Group(specs, tensor, own, layout, kernel)
     groups = dict(sorted(groups.items(), key=lambda item: -math.prod(item[1].tensor.shape)))
 
     # Read it, from the cache if it is there.
     key = None
-    if mesh is None:
+    if mesh is None and not any(kernels.values()):
         key = _content_key(checkpoint, config, dtypes, quantize, joined_groups(config))
     content = cache.load("weights", key) if key else None
     cached = {} if content is None else _map_arrays(content, groups)
@@ -540,7 +573,13 @@ def _read_group(
     else:
         scales = [np.empty(*layout) for layout in scale_layout]  # one for int8, else none
 
+        is_blocks = dtype == np.uint8
+
         def fill(part: Sequence[slice], out: np.ndarray) -> None:
+            if is_blocks:
+                _read_part(group.tensor.blocks, part, out, dtype, lambda _: None)
+                on_progress(math.prod(group.tensor.shape) * group.dtype.itemsize)
+                return
             row_scales = _read_part(group.tensor, part, out, group.dtype, on_progress)
             for scale in scales:
                 scale[part[0]] = row_scales
@@ -552,23 +591,33 @@ def _read_group(
         return values.reshape(own_shape)
     # The scale is complete by now, as far as this process has its rows.
     scale = _put(scales[0], scale_sharding) if scales else None
-    matrix_shape = own_shape if len(group.specs) == 1 else shape[::-1]
-    return F.DecodeMatrix(values, scale, matrix_shape)
+    matrix_shape = own_shape if len(group.specs) == 1 else group.tensor.shape[::-1]
+    return F.DecodeMatrix(values, scale, matrix_shape, group.kernel)
 
 
 def _put(array: np.ndarray, sharding: Sharding) -> jax.Array:
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
-def _group_specs(config: LlamaConfig, joins: bool) -> dict[str, list[TensorSpec]]:
+def _kernel_of(checkpoint: Checkpoint, spec: TensorSpec) -> str:
+    """Return the kernel that multiplies a tensor's blocks as they are; empty if there is none."""
+    tensor = checkpoint.tensors[spec.key]
+    if not isinstance(tensor, LazyTensor) or tensor.blocks is None:
+        return ""
+    is_of_experts = "experts" in spec.parameter.axes
+    return "" if is_of_experts else F.choose_kernel(tensor.quantized, tensor.shape[1])
+
+
+def _group_specs(config: LlamaConfig, joined_layers: Container[int]) -> dict[str, list[TensorSpec]]:
     """Return the tensors of each leaf of ``DecodeParams.weights``, by the leaf's path.
 
-    ``joins`` joins matrices as ``joined_groups`` says.
+    In ``joined_layers`` matrices are joined as ``joined_groups`` says.
     """
     groups = {}
     for spec in tensor_specs(config):
         joined = spec.parameter.joined
-        path = f"layers/{spec.layer}/{joined}" if joins and joined else spec.key
+        is_joined = joined and spec.layer in joined_layers
+        path = f"layers/{spec.layer}/{joined}" if is_joined else spec.key
         groups.setdefault(path, []).append(spec)
     return groups
 
@@ -689,13 +738,28 @@ class TensorsOfParams(dict[str, FileTensor]):
         if not is_decode:
             for spec in tensor_specs(config):
                 array = leaves[spec.path]
-                part = array[spec.layer] if spec.parameter.axes[0] == "layers" else array
+                part = array[spec.place] if spec.parameter.axes[0] == "layers" else array
                 self[spec.key] = as_matrix(spec.parameter, part)
             return
-        joins = leaves.keys() == _group_specs(config, joins=True).keys()
-        for path, group in _group_specs(config, joins).items():
+        layers = {
+            spec.layer
+            for spec in tensor_specs(config)
+            if f"layers/{spec.layer}/{spec.parameter.joined}" in leaves
+        }
+        for path, group in _group_specs(config, layers).items():
             leaf = leaves[path]
             values = leaf.values if group[0].parameter.inputs else leaf.reshape(-1)
             ends = np.cumsum([spec.shape[0] for spec in group])
             for spec, part in zip(group, np.split(values, ends[:-1]), strict=True):
                 self[spec.key] = part
+                if group[0].parameter.inputs and leaf.is_blocks:
+                    self[spec.key] = _tensor_of_blocks(leaf.kernel, part, spec.shape)
+
+
+def _tensor_of_blocks(kind: str, stored: np.ndarray, shape: tuple[int, ...]) -> LazyTensor:
+    """Return a matrix whose rows are blocks of a GGML type that has a kernel."""
+
+    def read(rows: slice) -> np.ndarray:
+        return np.asarray(F.DecodeMatrix(stored, None, shape, kind)[rows])
+
+    return LazyTensor(shape, np.dtype(np.float32), read, quantized=kind, blocks=stored)

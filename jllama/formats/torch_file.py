@@ -70,9 +70,9 @@ def read_torch_file(path: Path) -> dict[str, np.ndarray]:
         if not isinstance(content, dict):
             raise JllamaError("holds no dictionary of tensors: save a state_dict")
         for name, value in content.items():
-            if not isinstance(value, np.ndarray):
+            if not isinstance(value, np.ndarray) and not name.endswith("_extra_state"):
                 raise JllamaError(f"holds no tensor under {name[:200]!r}: save a plain state_dict")
-        return content
+        return {name: value for name, value in content.items() if isinstance(value, np.ndarray)}
     except JllamaError as error:
         raise JllamaError(f"{path} {error}") from error
     except OSError as error:
@@ -171,6 +171,10 @@ _GLOBALS: dict[str, Any] = _STORAGES | {
     "collections.OrderedDict": lambda: _Dict(),
     "torch._utils._rebuild_tensor_v2": _build_tensor,
     "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
+    # What modules of Llama 4 keep beside tensors, which is dropped.
+    "_io.BytesIO": None,
+    "_codecs.encode": lambda *_: None,
+    "__builtin__.bytes": lambda *_: None,
 }
 
 
@@ -197,6 +201,8 @@ class _Unpickler(pickle._Unpickler):
     dispatch[pickle.EMPTY_DICT[0]] = lambda self: self.append(_Dict())
     # BUILD sets attributes, such as a state_dict's _metadata: drop them.
     dispatch[pickle.BUILD[0]] = lambda self: self.stack.pop()
+    # NEWOBJ calls a class with arguments: here the arguments are dropped, and BytesIO's None stays.
+    dispatch[pickle.NEWOBJ[0]] = lambda self: self.stack.pop()
 
     def __init__(self, data: bytes, entries: Mapping[str, np.ndarray]) -> None:
         super().__init__(io.BytesIO(data))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -70,6 +71,36 @@ class AdaptedMatrix:
 
     def _stretch(self) -> Float[Array, "outputs"]:
         return self.magnitude / jax.lax.stop_gradient(output_lengths(self._sum()))
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["base", "a", "b", "magnitude"],
+    meta_fields=["scale"],
+)
+@dataclasses.dataclass(frozen=True)
+class AdaptedExperts(AdaptedMatrix):
+    """The matrices ``W`` of experts, each with a LoRA adapter: ``x W^T + scale (x a) b``.
+
+    ``base`` is ``[experts, outputs, inputs]``, ``a`` ``[experts, inputs, rank]`` and ``b``
+    ``[experts, rank, outputs]``. ``magnitude`` is None.
+    """
+
+    def __getitem__(self, experts: Any) -> Any:
+        """Return the merged matrices of some experts, or for ``[:]`` and ``[...]`` itself."""
+        if not isinstance(experts, Array):
+            return self
+        return jax.tree.map(lambda part: part[experts], self).merge()
+
+    def multiply_rows(self, rows: Array, product: Callable[[Array, Array], Array]) -> Array:
+        """Multiply rows by the matrices of their experts, with ``product`` for arrays."""
+        low = product(rows, self.a.swapaxes(1, 2))
+        added = product(low, self.b.swapaxes(1, 2))
+        return product(rows, self.base) + self.scale * added
+
+    def merge(self) -> Array:
+        """Return one array that gives the same products."""
+        return self.base + self.scale * (self.a @ self.b).swapaxes(1, 2)
 
 
 def output_lengths(matrix: Float[Array, "*lead inputs outputs"]) -> Float[Array, "*lead outputs"]:

@@ -14,6 +14,18 @@ _MAX_COPIED = 2**27
 """Numbers in the copies of matrices that a GPU makes at once: 256 MiB in bfloat16."""
 
 
+def multiply_rows(
+    platform: str, x: Float[Array, "rows inputs"], matrices: Any, sizes: Int[Array, "experts"]
+) -> Float[Array, "rows outputs"]:
+    """Compute ``ops.ragged_product``, also with ``AdaptedExperts``."""
+
+    def product(x: Array, matrices: Array) -> Array:
+        return grouped_product(platform, x, matrices, sizes)
+
+    of_adapted = getattr(matrices, "multiply_rows", None)
+    return of_adapted(x, product) if of_adapted else product(x, matrices)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def grouped_product(
     platform: str,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.util
 import math
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -13,11 +14,15 @@ from jaxtyping import Array, Float
 from jllama.core.ops import sum_dtype
 from jllama.kernels.int8 import int8_rows, split_product, widen_late
 
+KERNELS = ("int8", "Q8_0", "Q4_0", "Q4_K", "Q6_K")
+"""The kinds of weights that ``kernels.quantized`` multiplies."""
 _MAX_FEW = 32  # tokens that a CPU multiplies in another way than many
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["shape"]
+    jax.tree_util.register_dataclass,
+    data_fields=["values", "scale"],
+    meta_fields=["shape", "kernel"],
 )
 @dataclasses.dataclass(frozen=True)
 class DecodeMatrix:
@@ -27,19 +32,29 @@ class DecodeMatrix:
     JAX also builds trees from leaves that are not arrays.
 
     Attributes:
-        values: Float or Int8[Array, "outputs inputs"], the latter from -127 to 127.
-        scale: Float[Array, "outputs"], where int8 ``values`` mean ``values * scale[:, None]``; None
-            for floats.
+        values: Float or Int8[Array, "outputs inputs"], the latter from -127 to 127; or
+            UInt8[Array, "outputs bytes"], blocks of a GGML type.
+        scale: Float[Array, "outputs"], where int8 ``values`` mean ``values * scale[:, None]``; else
+            None.
         shape: the shape of the matrix, which may have several axes of inputs or outputs.
+        kernel: the format by which ``kernels.quantized`` multiplies on a CPU; empty: XLA does.
     """
 
     values: Any
     scale: Any
     shape: tuple[int, ...]
+    kernel: str = ""
+
+    @property
+    def is_blocks(self) -> bool:
+        """Whether the values are blocks of a GGML type."""
+        return bool(self.kernel) and self.scale is None
 
     @property
     def dtype(self) -> Any:
         """The dtype of the numbers that the values stand for."""
+        if self.is_blocks:
+            return jnp.dtype(jnp.float32)
         return self.values.dtype if self.scale is None else self.scale.dtype
 
     @property
@@ -49,7 +64,8 @@ class DecodeMatrix:
 
     def reshape(self, rows: int, columns: int) -> "DecodeMatrix":
         """Flatten to ``[inputs, outputs]``; -1 is allowed as in NumPy."""
-        return dataclasses.replace(self, shape=self.values.shape[::-1])
+        outputs = len(self.values)
+        return dataclasses.replace(self, shape=(math.prod(self.shape) // outputs, outputs))
 
     def __getitem__(self, rows: Any) -> Any:
         """Look up rows of a table, or matrices of experts; ``[...]`` returns the matrix itself.
@@ -58,6 +74,10 @@ class DecodeMatrix:
         """
         if rows is ...:
             return self
+        if self.is_blocks:
+            from jllama.kernels import quantized  # brings numba
+
+            return quantized.unpack(self.kernel, self.values[rows])
         values = self.values.reshape(self.shape)[rows].astype(self.dtype)
         if self.scale is None:
             return values
@@ -79,15 +99,24 @@ class DecodeMatrix:
     ) -> Float[Array, "tokens outputs"]:
         """Compute ``x @ matrix`` in ``dtype``.
 
-        On a CPU, few tokens are multiplied by int8 values as ``int8.split_product`` explains, which
-        adds an error of at most ``max(abs(x)) / 64516`` to ``x``.
+        On a CPU, few tokens are multiplied by integers. A ``kernel`` rounds them to 16 bits in
+        groups of 256 numbers; without one, ``int8.split_product`` adds an error of at most
+        ``max(abs(x)) / 64516`` to ``x``.
         """
         is_few = len(x) <= _MAX_FEW
+        if self.is_blocks and is_few:
+            return _kernel_product(self.kernel, x, self.values).astype(dtype)
+        if self.is_blocks:
+            from jllama.kernels import quantized  # brings numba
+
+            return _product(x, quantized.unpack(self.kernel, self.values, after=x), dtype)
         if self.scale is None:
             product = functools.partial(_product, dtype=dtype)
             on_cpu = functools.partial(_product_from_left, dtype=dtype) if is_few else product
             return jax.lax.platform_dependent(x, self.values, cpu=on_cpu, default=product)
         on_cpu = split_product if is_few else _late_product
+        if self.kernel and is_few:
+            on_cpu = functools.partial(_kernel_product, self.kernel)
         product = jax.lax.platform_dependent(x, self.values, cpu=on_cpu, default=_product)
         return (product * self.scale.astype(product.dtype)).astype(dtype)
 
@@ -117,6 +146,26 @@ def decode_matrix(
     rows = matrix.transpose(*outputs, *inputs).reshape(num_outputs, -1)
     values, scale = int8_rows(rows) if quantize else (rows, None)
     return DecodeMatrix(values, scale, matrix.shape)
+
+
+def choose_kernel(kind: str, inputs: int) -> str:
+    """Return the kernel for weights of a kind, ``int8`` or a GGML type; empty if there is none.
+
+    There are kernels on CPUs, with numba, for whole blocks of 32 inputs.
+    """
+    is_served = kind in KERNELS and inputs % 32 == 0 and jax.default_backend() == "cpu"
+    if not is_served or importlib.util.find_spec("numba") is None:
+        return ""
+    from jllama.kernels import quantized  # brings numba
+
+    quantized.register(kind)
+    return kind
+
+
+def _kernel_product(kernel: str, x: Array, values: Array) -> Array:
+    from jllama.kernels import quantized  # brings numba
+
+    return quantized.product(kernel, x, values)
 
 
 def _product(x: Array, values: Array, dtype: Any = jnp.float32) -> Array:

@@ -215,16 +215,16 @@ def _compare_activations(
         ids = np.array(prompt_ids(first.tokenizer, PROSE)[:_MAX_TOKENS])
     stream, other = (reader.embeddings(ids).astype(np.float64) for reader in readers)
     yield Difference("activations", "embedding", relative_error(other, stream))
-    down = "experts_down" if first.config.num_experts else "w_down"
     for layer in range(first.config.num_layers):
         on_progress(description=f"layer {layer + 1} of {first.config.num_layers}")
         weights = [reader.layer(layer) for reader in readers]
         # One half of a layer adds nothing if its output matrix is zeros.
-        for operation, silent in (("attention", down), ("feed_forward", "wo")):
-            left, right = (
-                oracle_layer(stream, own | {silent: np.zeros_like(own[silent])}, config, layer)
-                for own, config in zip(weights, configs, strict=True)
-            )
+        for operation, silent in (("attention", "_down"), ("feed_forward", "wo")):
+            outputs = []
+            for own, config in zip(weights, configs, strict=True):
+                silenced = {name: np.zeros_like(own[name]) for name in own if name.endswith(silent)}
+                outputs.append(oracle_layer(stream, own | silenced, config, layer))
+            left, right = outputs
             error = update_error(right - stream, left - stream, stream)
             yield Difference("activations", f"layers/{layer}/{operation}", error)
             stream = left

@@ -94,7 +94,7 @@ def small(name: str, heads: int, kv_heads: int, **changes: object) -> LlamaConfi
 
     Its head_dim, epsilon, RoPE, tying and context length stay, unless ``changes`` sets them.
     """
-    layers = {"no_rope_layers": (), "full_attention_layers": ()}
+    layers = dict.fromkeys(("no_rope_layers", "full_attention_layers", "dense_layers"), ())
     config = dataclasses.replace(preset(name), **layers)
     sizes = {
         "vocab_size": 384,
@@ -129,6 +129,18 @@ VARIANTS: dict[str, LlamaConfig] = {
     "Phi-4": small("phi-4", 4, 2),
     "partial rotation": small("phi-4", 4, 2, partial_rotary_factor=0.75),
     "Granite 3": small("granite-3.3-8b", 4, 2),
+    "Llama 4": small(
+        "llama4-scout",
+        4,
+        2,
+        num_layers=4,
+        num_experts=5,
+        expert_dim=96,
+        no_rope_layers=(3,),
+        dense_layers=(0, 2),
+        attention_chunk=48,
+        temperature_step=40,
+    ),
     "Mixtral": small("mixtral-8x7b", 4, 2, num_experts=5, expert_dim=160),
     "Qwen 3 experts": small(
         "qwen3-30b-a3b", 4, 2, num_experts=32, experts_per_token=1, expert_dim=64

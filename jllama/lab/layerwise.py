@@ -13,12 +13,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Float, Float32, Float64, Int
 
 from jllama import functional as F
 from jllama.core.config import LlamaConfig
-from jllama.core.model import Layer, attention_inputs, new_layer
+from jllama.core.model import attention_inputs, build_layer
 from jllama.core.parameters import Params, shape_of
 from jllama.formats.tensors import Checkpoint, as_matrix, blocks, tensor_specs
 from jllama.models import oracle
@@ -217,11 +216,6 @@ def run_layerwise(
     return LayerwiseRun(oracle_logits, jax_logits, errors, reader.fingerprint, reader.damage)
 
 
-def build_layer(config: LlamaConfig, weights: Params) -> Layer:
-    """Build one block from its weights, a value of an unstacked ``params["layers"]``."""
-    return nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: new_layer(config, 0))), weights)
-
-
 def oracle_layer(
     stream: Stream, weights: dict[str, np.ndarray], config: LlamaConfig, index: int
 ) -> Stream:
@@ -243,12 +237,7 @@ def oracle_layer(
 def _layer(weights: Params, x: Array, config: LlamaConfig, index: int) -> Array:
     """Run one of jllama's layers on ``[batch, seq, embed]``."""
     length = x.shape[1]
-    inputs = attention_inputs(
-        config,
-        jnp.arange(length)[None],
-        F.Mask(),
-        length,
-        attention=F.attention,
-        functions=functions_of("auto", "dots", length),
-    )
+    functions = functions_of("auto", "dots", length)
+    positions = jnp.arange(length)[None]
+    inputs = attention_inputs(config, positions, F.Mask(), length, len(x), functions=functions)
     return build_layer(config, weights)(x, inputs[index])[0]

@@ -14,13 +14,12 @@ from jaxtyping import Array
 import jllama.core.model
 from jllama.core import JllamaError
 from jllama.core.config import LLAMA_VALUES, LlamaConfig
-from jllama.core.parameters import Params
+from jllama.core.parameters import PARAMETERS, Params, layers_of
 from jllama.lab.checkpoint import shown
 from jllama.lab.mutations import (
     MUTATIONS,
     Mistake,
     Model,
-    feed_forward,
     model_with,
     model_with_layer,
     replace_fields,
@@ -32,7 +31,16 @@ from jllama.models.rope_scaling import LinearScaling
 from jllama.templates.messages import TEMPLATES, message_ids
 
 _FACTORS = (2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
-_WITH_PARAMETERS = ("attention_bias", "qk_norm", "norm_placement", "num_experts", "expert_dim")
+_WITH_PARAMETERS = (
+    "attention_bias",
+    "qk_norm",
+    "norm_placement",
+    "num_experts",
+    "expert_dim",
+    "router_bias",
+    "shared_expert",
+    "dense_layers",
+)
 """Fields that decide which parameters there are; ``MUTATIONS`` has what is made wrong of them."""
 _CONTEXTS = (256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768)
 VALUES: dict[str, Sequence[Any]] = {
@@ -53,7 +61,7 @@ def _normalized_residual(layer: Any, x: Array, inputs: Any, cached: Any = None) 
     x = layer.normalize(x, "attn_norm")
     x = x + layer.residual(layer.attention(x, inputs)[0])
     x = layer.normalize(x, "mlp_norm")
-    return x + layer.residual(feed_forward(layer, x, inputs)), cached
+    return x + layer.residual(layer.feed_forward_network(x, inputs.functions)), cached
 
 
 def _without_final_norm() -> types.ModuleType:
@@ -117,7 +125,9 @@ def _wrong_fields(config: LlamaConfig, longest: int) -> Iterator[Mistake]:
             values["rope_scaling"] += [
                 dataclasses.replace(scaling, original_max_seq_len=size) for size in _CONTEXTS[3:]
             ]
-    if config.num_experts:
+    if config.router == "sigmoid":
+        values["experts_per_token"] = []  # it must be one
+    elif config.num_experts:
         count = config.experts_per_token
         values["experts_per_token"] = [count - 1 or 1, min(count + 1, config.num_experts)]
         values["normalize_expert_weights"] = [False, True]
@@ -160,8 +170,16 @@ def _wrong_weights(config: LlamaConfig) -> Iterator[Mistake]:
 
 
 def _choose_layers(indices: list[int], config: LlamaConfig, params: Params) -> Model:
-    layers = {name: stack[indices] for name, stack in params["layers"].items()}
-    return dataclasses.replace(config, num_layers=len(indices)), params | {"layers": layers}
+    layers = {}
+    for name, stack in params["layers"].items():
+        owners = layers_of(PARAMETERS[f"layers/{name}"], config)
+        places = [owners.index(index) for index in indices if index in owners]
+        layers[name] = stack[places]
+    changed: dict[str, Any] = {"num_layers": len(indices)}
+    for field in ("no_rope_layers", "full_attention_layers", "dense_layers"):
+        is_named = np.isin(indices, getattr(config, field))
+        changed[field] = np.flatnonzero(is_named).tolist()
+    return dataclasses.replace(config, **changed), params | {"layers": layers}
 
 
 def _round_norms(dtype: Any, config: LlamaConfig, params: Params) -> Model:

@@ -22,7 +22,7 @@ import jllama.models.build
 from jllama import functional as F
 from jllama.core import ops
 from jllama.core.config import LlamaConfig
-from jllama.core.model import KVCache
+from jllama.core.model import KVCache, weights_of_layer
 from jllama.core.parameters import Params
 from jllama.lab.checks import Check, random_params
 from jllama.lab.conformance import VARIANTS, cached_error, implementation_of, weights, whole_error
@@ -155,18 +155,11 @@ def _untied(config: LlamaConfig, params: Params) -> Model:
     return separate, {"lm_head": random_params(separate, 1)["lm_head"]} | params
 
 
-def feed_forward(layer: Any, x: Array, inputs: Any) -> Array:
-    """Compute a layer's SwiGLU, or that of its experts."""
-    if layer.config.num_experts:
-        return layer.experts(x, inputs.functions)
-    return layer.feed_forward(x)
-
-
 def _post_norm_layer(layer: Any, x: Array, inputs: Any, cached: Any = None) -> tuple:
     """Normalize the sum after each branch, as in the Transformer of 2017, not its input."""
     mixed, cached = layer.attention(x, inputs, cached)
     x = layer.normalize(x + layer.residual(mixed), "attn_norm")
-    x = x + layer.residual(feed_forward(layer, x, inputs))
+    x = x + layer.residual(layer.feed_forward_network(x, inputs.functions))
     return layer.normalize(x, "mlp_norm"), cached
 
 
@@ -197,6 +190,13 @@ def _bfloat16_tables(*arguments: Any) -> list[Array]:
 
 def _has_experts(config: LlamaConfig) -> bool:
     return config.num_experts > 0
+
+
+def _without_shared_expert(config: LlamaConfig, params: Params) -> Model:
+    """Leave out the SwiGLU that every token has besides its experts."""
+    layers = params["layers"].items()
+    others = {name: stack for name, stack in layers if not name.startswith("shared_")}
+    return dataclasses.replace(config, shared_expert=False), params | {"layers": others}
 
 
 def _without_bias(config: LlamaConfig, params: Params) -> Model:
@@ -349,13 +349,13 @@ MUTATIONS = [
         "norms of queries and keys after the rotation",
         model=_norm_after_rope(),
         name="norm after RoPE",
-        applies=lambda config: config.qk_norm != "none",
+        applies=lambda config: config.qk_norm in ("head", "whole"),
     ),
     Mistake(
         "no norms of queries and keys",
         model=_model_with_norm(_no_norm),
         name="no q/k norm",
-        applies=lambda config: config.qk_norm != "none",
+        applies=lambda config: config.qk_norm in ("head", "whole"),
     ),
     # OLMo's norm of all heads is taken of each head, as Qwen 3's.
     Mistake(
@@ -406,7 +406,7 @@ MUTATIONS = [
     # The weights of experts are divided by their sum where they should not be, or the reverse.
     _wrong_field(
         "weight sum", "normalize_expert_weights", lambda is_normalized: not is_normalized
-    )._replace(applies=_has_experts),
+    )._replace(applies=lambda config: _has_experts(config) and config.router == "softmax"),
     # The last of a token's experts is forgotten.
     _wrong_field("expert -1", "experts_per_token", lambda count: count - 1 if count > 1 else count),
     # The router's logits are computed in bfloat16.
@@ -419,6 +419,20 @@ MUTATIONS = [
         name="bfloat16 router",
         applies=_has_experts,
     ),
+    # Llama 4's chunks of attention are one longer, or forgotten, and so are its temperatures.
+    _wrong_field("chunk +1", "attention_chunk", lambda chunk: chunk and chunk + 1),
+    _wrong_field("no chunks", "attention_chunk", lambda _: 0),
+    _wrong_field("no temperature", "temperature_step", lambda _: 0),
+    # Its shared expert is forgotten, or its router multiplies outputs by parts of a softmax.
+    Mistake(
+        "no shared expert",
+        _without_shared_expert,
+        name="no shared expert",
+        applies=lambda config: config.shared_expert,
+    ),
+    _wrong_field("softmax router", "router", lambda _: "softmax"),
+    # Its layers without experts are each one later.
+    _wrong_field("dense +1", "dense_layers", lambda layers: [layer + 1 for layer in layers]),
 ]
 """The known mistakes, in the order of the matrix's columns."""
 
@@ -442,7 +456,7 @@ def mutation_error(mutation: Mistake, variant: LlamaConfig) -> float:
     # Plain arrays, one layer each: a scan over layers, or a choice of how to multiply, would be
     # compiled for each mistake.
     layers = {
-        str(index): {name: stack[index] for name, stack in params["layers"].items()}
+        str(index): weights_of_layer(params["layers"], config, index)
         for index in range(config.num_layers)
     }
     unrolled = jax.tree.map(jnp.asarray, DecodeParams(params | {"layers": layers}))

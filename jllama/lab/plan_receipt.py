@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import re
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -255,7 +256,9 @@ def stored_bytes(config: TrainConfig, rows: float) -> float:
     elif config.training.remat != "block":
         heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
         stored *= 3
-        mlp_dim = model.experts_per_token * model.expert_dim or model.mlp_dim
+        num_experts = model.experts_per_token + model.shared_expert
+        widths = {"dense": model.mlp_dim, "experts": num_experts * model.expert_dim}
+        mlp_dim = statistics.mean(widths[kind.feed_forward] for kind in model.layer_kinds)
         stored += (heads + 2 * mlp_dim) / config.mesh.tensor
     seq_len = config.training.seq_len or model.max_seq_len
     return 2 * model.num_layers * rows * seq_len / config.mesh.sequence * stored
@@ -418,7 +421,7 @@ def plan_decoding(
     )
 
     # The step, which replaces its input cache.
-    window = config.sliding_window or None
+    window = config.sliding_window or config.attention_chunk or None
     attention = choose_cache_attention(1, cache.keys[0], devices[0].platform, window)
 
     def step(params: DecodeParams, tokens: Any, cache: Any) -> tuple[Any, Any]:

@@ -13,7 +13,7 @@ from jllama.core import UsageError, ops
 from jllama.core.config import LlamaConfig
 from jllama.core.model import Functions, Llama, build_llama, write_slots
 from jllama.core.parameters import Params
-from jllama.kernels.experts import grouped_product
+from jllama.kernels.experts import multiply_rows
 from jllama.kernels.loss import likelihood
 from jllama.models.decode_params import DecodeParams
 from jllama.models.remat import REMAT, rematerialize
@@ -65,7 +65,7 @@ def build_model(
         cache_mesh = jax.typeof(weights["final_norm"]).sharding.mesh
         cache_mesh = cache_mesh if cache_mesh.size > 1 else None
     num_tokens = chunk_tokens or loss_chunk_tokens(jax.devices()[0], config.vocab_size)
-    window = config.sliding_window or None
+    window = config.sliding_window or config.attention_chunk or None
     functions = functions_of(
         attention, remat, num_tokens, window, mesh, cache_mesh, platform=platform
     )
@@ -86,9 +86,9 @@ def functions_of(
     """Return the functions that a model calls.
 
     Equal arguments give the same functions, because compiled programs are found by them. ``window``
-    is the sliding window of some layer, ``cache_mesh`` the devices of a cache, and ``kernel`` what
-    computes attention by the name of an implementation; ``platform`` is what a program is compiled
-    for, if not this machine's; the others are as in ``build_model``.
+    is the sliding window or the chunk of some layer, ``cache_mesh`` the devices of a cache, and
+    ``kernel`` what computes attention by the name of an implementation; ``platform`` is what a
+    program is compiled for, if not this machine's; the others are as in ``build_model``.
     """
     check_attention(attention)
     if remat not in REMAT:
@@ -102,7 +102,9 @@ def functions_of(
         if name == "auto":
             seq = query.shape[2]
             options: Any = {"platform": jax.default_backend(), "dtype": query.dtype}
-            name = F.choose_attention(seq, seq, backward=False, packed=False, **options)
+            options["packed"] = mask.query_segments is not None
+            options["window"] = mask.window is not None
+            name = F.choose_attention(seq, seq, backward=False, **options)
         return _on_mesh(kernel, cache_mesh, query, key, value, mask, name)
 
     def cached(query: Array, key: Array, value: Array, mask: F.Mask) -> Array:
@@ -112,7 +114,7 @@ def functions_of(
             name = F.choose_cache_attention(query.shape[2], key, platform, window)
         return _on_mesh(kernel, cache_mesh, query, key, value, mask, name)
 
-    multiply = functools.partial(grouped_product, platform or jax.default_backend())
+    multiply = functools.partial(multiply_rows, platform or jax.default_backend())
     mix_experts = functools.partial(ops.mix_experts, grouped_product=multiply)
     if mesh and mesh.shape["expert"] > 1:
         mix_experts = functools.partial(spread_experts, mix_experts)

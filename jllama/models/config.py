@@ -17,7 +17,7 @@ class LoraConfig:
         rank: columns of A and rows of B; 0 trains all parameters instead.
         alpha: scale = alpha / rank.
         targets: the matrices of a layer to adapt, by their names in the table of parameters; in a
-            model with experts those of attention, unless others are given. Experts are not adapted.
+            model with experts those of attention, unless others are given.
         rank_stabilized: scale = alpha / sqrt(rank) (rsLoRA, arXiv:2312.03732).
         dora: scale each output of ``W + scale A B`` to a trained length (DoRA, arXiv:2402.09353).
         base: numbers that store the frozen weights: those of the computation (``auto``), bfloat16,

@@ -10,6 +10,7 @@ from jaxtyping import Array
 
 from jllama import functional as F
 from jllama.core.config import LlamaConfig
+from jllama.core.model import weights_of_layer
 from jllama.core.parameters import PARAMETERS, Params, joined_groups
 
 Quantization = Literal["int8"]
@@ -68,30 +69,43 @@ def decode_layout(
         joins = isinstance(leaf, Tracer) or len(leaf.devices()) == 1
     groups = joined_groups(config) if joins else {}
     weights = {
-        name: _decode_leaf(name, leaf, quantize)
+        name: _decode_leaf(name, leaf, quantize, joins)
         for name, leaf in params.items()
         if name != "layers"
     }
     weights["layers"] = {}
     for index in range(config.num_layers):
-        layer = {name: stack[index] for name, stack in params["layers"].items()}
+        layer = weights_of_layer(params["layers"], config, index)
         joined = {}
         for name, parts in groups.items():
+            if parts[0] not in layer:
+                continue
             matrices = [layer.pop(part) for part in parts]
             flat = jnp.concatenate([matrix.reshape(len(matrix), -1) for matrix in matrices], axis=1)
-            joined[name] = _decode_matrix(flat, (0,), quantize)
+            joined[name] = _with_kernel(_decode_matrix(flat, (0,), quantize), joins)
         for name, leaf in layer.items():
-            layer[name] = _decode_leaf(f"layers/{name}", leaf, quantize)
+            layer[name] = _decode_leaf(f"layers/{name}", leaf, quantize, joins)
         weights["layers"][str(index)] = layer | joined
     return DecodeParams(weights)
 
 
-def _decode_leaf(path: str, leaf: Array, quantize: Quantization | None) -> Any:
+def _decode_leaf(path: str, leaf: Array, quantize: Quantization | None, is_one_device: bool) -> Any:
     """Convert one parameter, or one layer of it, if it is a matrix."""
     row = PARAMETERS[path]
     axes = [axis for axis in row.axes if axis != "layers"]
     inputs = tuple(axes.index(axis) for axis in row.inputs)
-    return _decode_matrix(leaf, inputs, quantize if row.rounds else None) if inputs else leaf
+    if not inputs:
+        return leaf
+    matrix = _decode_matrix(leaf, inputs, quantize if row.rounds else None)
+    return _with_kernel(matrix, is_one_device)
+
+
+def _with_kernel(matrix: F.DecodeMatrix, is_one_device: bool) -> F.DecodeMatrix:
+    """Choose the kernel of an int8 matrix on one device."""
+    if matrix.scale is None or not is_one_device:
+        return matrix
+    kernel = F.choose_kernel("int8", matrix.values.shape[1])
+    return dataclasses.replace(matrix, kernel=kernel)
 
 
 _decode_matrix = jax.jit(F.decode_matrix, static_argnums=(1, 2))

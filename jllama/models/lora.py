@@ -2,7 +2,7 @@
 
 An adapter is a nested dictionary like ``params``: ``{"layers": {"wq": {"a": [layers, inputs, rank],
 "b": [layers, rank, outputs]}}}``, and with DoRA ``"magnitude": [layers, outputs]``. Inputs and
-outputs of several axes are flattened.
+outputs of several axes are flattened. Those of experts have an axis more, after ``layers``.
 """
 
 import functools
@@ -17,6 +17,8 @@ from jaxtyping import Array, Key
 from jllama.core import UsageError
 from jllama.core.config import LlamaConfig
 from jllama.core.parameters import (
+    EXPERT_MATRICES,
+    PARAMETERS,
     Parameter,
     Params,
     map_by_path,
@@ -24,29 +26,34 @@ from jllama.core.parameters import (
     parameter_table,
     shape_of,
 )
-from jllama.kernels.adapted import AdaptedMatrix, output_lengths
+from jllama.kernels.adapted import AdaptedExperts, AdaptedMatrix, output_lengths
 from jllama.kernels.linear import DecodeMatrix, decode_matrix
 from jllama.models.config import LoraConfig
 
 
 def adapter_shapes(config: LlamaConfig, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
-    """Return ``(inputs, outputs)`` of each adapted matrix of a layer, by name.
+    """Return ``(inputs, outputs)`` of each adapted matrix of a layer, or of an expert, by name.
 
     Raises:
-        UsageError: a target is not a matrix of a layer, or the rank exceeds a matrix's width.
+        UsageError: a target is not a matrix of a layer, the rank exceeds a matrix's width, or
+            experts are to have DoRA.
     """
-    rows = {
-        path.removeprefix("layers/"): row
-        for path, row in parameter_table(config).items()
-        if path.startswith("layers/") and _is_adaptable(row)
-    }
+    rows = adaptable_rows(config)
     shapes = {}
     for name in lora.targets:
         if name not in rows:
             raise UsageError(
                 f"lora.targets has {name}; the matrices of a layer are {', '.join(rows)}"
             )
-        shapes[name] = matrix_shape(rows[name], config)[::-1]
+        outputs, inputs = matrix_shape(rows[name], config)
+        if name in EXPERT_MATRICES:
+            outputs //= config.num_experts
+            if lora.dora:
+                raise UsageError(
+                    f"lora.targets has {name}, and experts have no DoRA: leave lora.dora out, or "
+                    "merge such an adapter"
+                )
+        shapes[name] = inputs, outputs
     max_rank = min(map(min, shapes.values()))
     if lora.rank > max_rank:
         raise UsageError(
@@ -56,9 +63,18 @@ def adapter_shapes(config: LlamaConfig, lora: LoraConfig) -> dict[str, tuple[int
     return shapes
 
 
+def adaptable_rows(config: LlamaConfig) -> dict[str, Parameter]:
+    """Return the rows of the matrices of a layer that may have adapters, by name."""
+    return {
+        path.removeprefix("layers/"): row
+        for path, row in parameter_table(config).items()
+        if path.startswith("layers/") and _is_adaptable(row)
+    }
+
+
 def _is_adaptable(row: Parameter) -> bool:
-    """Return whether a parameter is a matrix, and neither of a router nor of experts."""
-    return bool(row.inputs) and row.rounds and "experts" not in row.axes
+    """Return whether a parameter is a matrix, and not that of a router."""
+    return bool(row.inputs) and row.rounds
 
 
 def initial_adapter(
@@ -74,10 +90,12 @@ def initial_adapter(
     layers = {}
     for matrix_key, (name, (inputs, outputs)) in zip(keys, shapes.items(), strict=True):
         bound = 1 / math.sqrt(inputs)
-        shape = (config.num_layers, inputs, lora.rank)
+        num_axes = 2 if name in EXPERT_MATRICES else 1
+        lead = shape_of(PARAMETERS[f"layers/{name}"], config)[:num_axes]
+        shape = (*lead, inputs, lora.rank)
         layers[name] = {
             "a": jax.random.uniform(matrix_key, shape, jnp.float32, -bound, bound),
-            "b": jnp.zeros((config.num_layers, lora.rank, outputs), jnp.float32),
+            "b": jnp.zeros((*lead, lora.rank, outputs), jnp.float32),
         }
         if lora.dora:
             layers[name]["magnitude"] = jax.lax.map(
@@ -97,15 +115,15 @@ def freeze(params: Params, config: LlamaConfig, lora: LoraConfig, dtype: Any) ->
 def convert_weight(path: str, part: Any, config: LlamaConfig, lora: LoraConfig, dtype: Any) -> Any:
     """Return one base weight as ``lora.base`` stores it; a weight stored so already is unchanged.
 
-    ``int8`` and ``nf4`` apply to the matrices that adapters may have, ``bfloat16`` to all weights;
-    the others are in ``dtype``.
+    ``int8`` and ``nf4`` apply to the matrices that adapters may have, but for those of experts,
+    ``bfloat16`` to all weights; the others are in ``dtype``.
     """
     row = parameter_table(config)[path]
-    inputs = row.inputs if path.startswith("layers/") and _is_adaptable(row) else ()
+    is_matrix = path.startswith("layers/") and _is_adaptable(row) and "experts" not in row.axes
     if not isinstance(part, Array):
         return part
-    if lora.base in ("int8", "nf4") and inputs:
-        return _quantize(part, lora.base, len(inputs))
+    if lora.base in ("int8", "nf4") and is_matrix:
+        return _quantize(part, lora.base, len(row.inputs))
     return part.astype(jnp.bfloat16 if lora.base == "bfloat16" else dtype)
 
 
@@ -135,29 +153,36 @@ def dequantize(part: Any, shape: tuple[int, ...], dtype: Any) -> Array:
 
 def adapt(base: Params, adapter: Params, lora: LoraConfig) -> Params:
     """Return parameters whose adapted matrices are ``AdaptedMatrix``, layers stacked."""
-    layers = dict(base["layers"])
-    for name, part in adapter["layers"].items():
-        layers[name] = AdaptedMatrix(
-            layers[name], part["a"], part["b"], part.get("magnitude"), lora.scale
-        )
-    return {**base, "layers": layers}
+    adapted = {
+        name: _adapted(name, base["layers"][name], part, lora)
+        for name, part in adapter["layers"].items()
+    }
+    return {**base, "layers": {**base["layers"], **adapted}}
+
+
+def _adapted(name: str, weight: Any, part: Params, lora: LoraConfig) -> AdaptedMatrix:
+    kind = AdaptedExperts if name in EXPERT_MATRICES else AdaptedMatrix
+    return kind(weight, part["a"], part["b"], part.get("magnitude"), lora.scale)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def merge(base: Params, adapter: Params, config: LlamaConfig, lora: LoraConfig) -> Params:
     """Return float32 parameters that give the same products without an adapter."""
-    table = parameter_table(config)
-    shapes = {name: shape_of(table[f"layers/{name}"], config)[1:] for name in base["layers"]}
+    merged: Params = {
+        name: leaf.astype(jnp.float32) for name, leaf in base.items() if name != "layers"
+    }
+    merged["layers"] = {}
+    for name, stack in base["layers"].items():
+        shape = shape_of(PARAMETERS[f"layers/{name}"], config)[1:]
+        merge_layers = jax.vmap(functools.partial(_merged, lora, name, shape))
+        merged["layers"][name] = merge_layers(stack, adapter["layers"].get(name))
+    return merged
 
-    def merge(weights: Params, parts: Params) -> Params:
-        weights = {
-            name: dequantize(part, shapes[name], jnp.float32) for name, part in weights.items()
-        }
-        layer = adapt({"layers": weights}, {"layers": parts}, lora)["layers"]
-        return {name: part.merge() if name in parts else part for name, part in layer.items()}
 
-    others = {name: leaf.astype(jnp.float32) for name, leaf in base.items() if name != "layers"}
-    return {**others, "layers": jax.vmap(merge)(base["layers"], adapter["layers"])}
+def _merged(lora: LoraConfig, name: str, shape: Any, weight: Any, part: Params | None) -> Array:
+    """Return one layer of a matrix in float32, with its adapter if it has one."""
+    matrix = dequantize(weight, shape, jnp.float32)
+    return _adapted(name, matrix, part, lora).merge() if part else matrix
 
 
 def import_qwix() -> Any:

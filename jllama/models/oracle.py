@@ -65,7 +65,7 @@ def rope_frequencies(config: "LlamaConfig", seq: int = 0) -> Frequencies:
     low = scaling.low_freq_factor
     high = scaling.high_freq_factor
     turns = scaling.original_max_seq_len / (2 * np.pi / plain)
-    smooth = (turns - low) / (high - low)
+    smooth = (turns - low) / max(high - low, 1e-9)
     between = (1 - smooth) * plain / scaling.factor + smooth * plain
     return np.where(turns > high, plain, np.where(turns < low, plain / scaling.factor, between))
 
@@ -135,21 +135,32 @@ def experts(
     w_down: Float[Array, "experts embed mlp"],
     count: int,
     normalize: bool,
+    scales_input: bool = False,
+    bias: Float[Array, "experts"] | None = None,
 ) -> Rows:
     """Sum ``weight * swiglu(x)`` of the ``count`` experts with the largest weights, token by token.
 
     The weights are ``softmax(x @ router)``, divided by the sum of those of the chosen if
-    ``normalize``. Of two equal ones the first is chosen.
+    ``normalize``. Of two equal ones the first is chosen. With ``scales_input`` they are
+    ``sigmoid(x @ router)``, and it sums ``swiglu(weight * x)`` (Llama 4's code). ``bias`` is added
+    to weights for the choice alone (Wang et al. 2024, arXiv:2408.15664).
     Source: Jiang et al. 2024, sec. 2.1 (arXiv:2401.04088); Shazeer et al. 2017, sec. 2.1
     (arXiv:1701.06538).
     """
     out = np.zeros_like(x)
-    for token, weights in enumerate(softmax(x @ router)):
-        chosen = sorted(range(len(weights)), key=lambda expert: (-weights[expert], expert))[:count]
+    logits = x @ router
+    all_weights = 1 / (1 + np.exp(-logits)) if scales_input else softmax(logits)
+    for token, weights in enumerate(all_weights):
+        scores = logits[token] if bias is None else weights + bias
+        chosen = sorted(range(len(weights)), key=lambda expert: (-scores[expert], expert))[:count]
         total = sum(weights[expert] for expert in chosen) if normalize else 1.0
         for expert in chosen:
             matrices = (w[expert].T for w in (w_gate, w_up, w_down))
-            out[token] += weights[expert] / total * swiglu(x[token], *matrices)
+            weight = weights[expert] / total
+            if scales_input:
+                out[token] += swiglu(weight * x[token], *matrices)
+            else:
+                out[token] += weight * swiglu(x[token], *matrices)
     return out
 
 
@@ -215,8 +226,19 @@ def block(
             q = q * factors  # YaRN's 1/t, sec. 3.4, of what is rotated
         q = rotate(q, positions, frequencies)
         k = rotate(k, positions, frequencies)
+        if config.qk_norm == "rotated":
+            q = rms_norm(q, np.ones(config.head_dim), eps)
+            k = rms_norm(k, np.ones(config.head_dim), eps)
 
-    # 3) Attention.
+    # 3) Attention. Llama 4 has chunks where it rotates, and a temperature elsewhere.
+    starts = np.array([np.flatnonzero(row)[0] for row in mask])
+    places = np.arange(len(x)) - starts
+    if config.attention_chunk and layer not in config.no_rope_layers:
+        chunks = places // config.attention_chunk
+        mask = mask & np.equal.outer(chunks, chunks)
+    if config.temperature_step and layer in config.no_rope_layers:
+        steps = (places + 1) // config.temperature_step
+        q = q * (1 + config.temperature_scale * np.log1p(steps))[:, None]
     if has_window:
         indices = np.arange(len(x))
         mask = mask & (np.subtract.outer(indices, indices) < config.sliding_window)
@@ -229,8 +251,9 @@ def block(
 
     # 4) The feed-forward network.
     h = rms_norm(x, w["mlp_norm"], eps) if norms_inputs else x
-    if config.num_experts:
-        h = experts(
+    update = np.zeros_like(h)
+    if "router" in w:
+        update += experts(
             h,
             w["router"],
             w["experts_gate"],
@@ -238,10 +261,13 @@ def block(
             w["experts_down"],
             config.experts_per_token,
             config.normalize_expert_weights,
+            scales_input=config.router == "sigmoid",
+            bias=w.get("router_bias"),
         )
-    else:
-        h = swiglu(h, w["w_gate"], w["w_up"], w["w_down"])
-    h = h if norms_inputs else rms_norm(h, w["mlp_out_norm"], eps)
+    for prefix in ("w", "shared"):
+        if f"{prefix}_gate" in w:
+            update += swiglu(h, w[f"{prefix}_gate"], w[f"{prefix}_up"], w[f"{prefix}_down"])
+    h = update if norms_inputs else rms_norm(update, w["mlp_out_norm"], eps)
     return x + config.residual_multiplier * h
 
 
@@ -270,7 +296,17 @@ def forward(
         mask = np.tri(seq, dtype=bool) & np.equal.outer(segment, segment)
         x = config.embedding_multiplier * np.asarray(params["embed"][row], np.float64)
         for i in range(config.num_layers):
-            w = {name: np.asarray(stack[i], np.float64) for name, stack in params["layers"].items()}
+            # Layers of two kinds have stacks of their own: dense ones, and those with experts.
+            is_dense = i in config.dense_layers
+            of_kind = [layer for layer in range(i) if (layer in config.dense_layers) == is_dense]
+            w = {}
+            for name, stack in params["layers"].items():
+                place = i
+                if config.dense_layers and name.startswith(("w_", "router", "experts", "shared")):
+                    if name.startswith("w_") != is_dense:
+                        continue
+                    place = len(of_kind)
+                w[name] = np.asarray(stack[place], np.float64)
             x = block(x, w, config, mask, position, frequencies, i)
         hidden = rms_norm(x, final_norm, config.norm_eps)
         logits.append(hidden @ head / config.logits_scaling)

@@ -72,6 +72,8 @@ granite-3.3-2b     49159     40  2048    32  8   64  8192  131072    1e7 1e-5   
 granite-3.3-8b     49159     40  4096    32  8  128 12800  131072    1e7 1e-5      -  yes
 mixtral-8x7b       32000     32  4096    32  8  128 14336   32768    1e6 1e-5      -   no
 mixtral-8x22b      32768     56  6144    48  8  128 16384   65536    1e6 1e-5      -   no
+llama4-scout      202048     48  5120    40  8  128 16384 10485760 500000 1e-5     -   no
+llama4-maverick   202048     48  5120    40  8  128 16384 1048576 500000 1e-5      -   no
 qwen3-30b-a3b     151936     48  2048    32  4  128  6144   40960    1e6 1e-6      -   no
 qwen3-235b-a22b   151936     94  4096    64  4  128 12288   40960    1e6 1e-6      -   no
 olmoe-1b-7b        50304     16  2048    16 16  128  1024    4096  10000 1e-5      -   no
@@ -107,6 +109,21 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "rope_scaling": YarnScaling(8.0),
         "rope_scaling_layers": "full_attention",
     },
+    "llama4-": {
+        "router": "sigmoid",
+        "shared_expert": True,
+        "attention_chunk": 8192,
+        "temperature_step": 8192,
+    },
+    "llama4-scout": {
+        **_experts(16, 1, 8192, False),
+        "qk_norm": "rotated",
+        "rope_scaling": Llama3Scaling(16.0, 1.0, 1.0),
+    },
+    "llama4-maverick": {
+        **_experts(128, 1, 8192, False),
+        "dense_layers": tuple(range(0, 48, 2)),
+    },
     "mixtral-8x7b": _experts(8, 2, 14_336, True),
     "mixtral-8x22b": _experts(8, 2, 16_384, True),
     "qwen3-30b-": _experts(128, 8, 768, True),
@@ -115,12 +132,16 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "granite-3.3-2b": {**_GRANITE, "attention_multiplier": 1 / 64, "logits_scaling": 8.0},
     "granite-3.3-8b": {**_GRANITE, "attention_multiplier": 1 / 128, "logits_scaling": 16.0},
 }
-_EVERY_FOURTH = {"smollm3-": "no_rope_layers", "olmo3-": "full_attention_layers"}
+_EVERY_FOURTH = {
+    "smollm3-": "no_rope_layers",
+    "llama4-": "no_rope_layers",
+    "olmo3-": "full_attention_layers",
+}
 """A field that has every fourth layer."""
 
 
 def every_fourth(num_layers: int) -> tuple[int, ...]:
-    """Return every fourth layer: those of SmolLM3 without RoPE, and of OLMo 3 without a window.
+    """Return every fourth layer: without RoPE in SmolLM3 and Llama 4, without a window in OLMo 3.
 
     Examples:
         >>> every_fourth(8)

@@ -80,7 +80,8 @@ class Llama3Scaling(RopeScaling):
     def keep(self, i: int, frequency: float, head_dim: int, theta: float) -> float:
         """Return a part that grows with the turns in the original context."""
         turns = self.original_max_seq_len * frequency / (2 * math.pi)
-        return (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        width = max(self.high_freq_factor - self.low_freq_factor, 1e-9)  # Llama 4's are equal
+        return (turns - self.low_freq_factor) / width
 
 
 @dataclasses.dataclass(frozen=True)

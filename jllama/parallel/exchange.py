@@ -21,7 +21,7 @@ from jllama.core import UsageError
 from jllama.core.config import LlamaConfig
 from jllama.core.parameters import Params, map_by_path, parameter_table, shape_of
 from jllama.core.step import Exchanges, Outputs, Targets
-from jllama.kernels.adapted import AdaptedMatrix
+from jllama.kernels.adapted import AdaptedExperts, AdaptedMatrix
 from jllama.parallel.sharding import gather_groups, gather_weight, row_spec
 from jllama.parallel.shards import BATCH
 
@@ -122,7 +122,12 @@ class Parallelism(Exchanges):
                 for name, leaf in vars(part).items()
                 if isinstance(leaf, Array)
             }
-            arrays["base"] = self.gather(path, part.base, None)
+            base = self.gather(path, part.base, None)
+            if isinstance(part, AdaptedExperts):  # which are whole on each device, unlike the base
+                first = jax.lax.axis_index("expert") * len(base)
+                for name in "ab":
+                    arrays[name] = jax.lax.dynamic_slice_in_dim(arrays[name], first, len(base))
+            arrays["base"] = base
             return dataclasses.replace(part, **arrays)
         if not isinstance(part, Array):  # it is quantized
             return self.dequantize(

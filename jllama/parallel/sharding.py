@@ -135,6 +135,11 @@ def check_divides(mesh: AnyMesh, config: LlamaConfig, rules: Any = RULES) -> Non
             f"mesh.expert is {mesh.shape['expert']}, which does not divide the model's "
             f"{config.num_experts} experts"
         )
+    if mesh.shape["sequence"] > 1 and (config.attention_chunk or config.temperature_step):
+        raise UsageError(
+            "mesh.sequence is over 1, and a model with attention_chunk or temperature_step cannot "
+            "be split along it: leave it out"
+        )
     for path, row in parameter_table(config).items():
         sizes = axis_sizes(row, config)
         for axis, size in sizes.items():

@@ -108,6 +108,6 @@ def spread_experts(
     of fixed size would have to drop tokens, or be as large as these.
     """
     whole = functools.partial(jax.lax.all_gather, axis_name="expert", tiled=True)
-    first = jax.lax.axis_index("expert") * len(matrices[0])
+    first = jax.lax.axis_index("expert") * matrices[0].shape[0]
     mixed = mix(whole(x), whole(weights), whole(chosen) - first, *matrices)
     return jax.lax.psum_scatter(mixed, "expert", tiled=True)

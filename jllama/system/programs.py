@@ -88,7 +88,8 @@ def _find(function: Any, args: Any, shapes: Any) -> Any:
         text = "".join(_recorded)
         cache.store(_RECORDS, _task_key, [np.frombuffer(text.encode(), np.uint8)])
     loading = _loading.pop(key, None)
-    program = loading.result() if loading else _load(key)
+    # One that was loaded ahead may have been too early: before the kernels that it calls.
+    program = (loading and loading.result()) or _load(key)
     if program:
         return program
     # A program that JAX's own cache has loaded would be stored without its machine code.

@@ -24,7 +24,7 @@ objects, and then no content. A tool's may have a ``name`` and a ``tool_call_id`
 ROLES = ("system", "user", "assistant", "tool")
 TEXTS = ("text", "input_text", "output_text")
 """The types of a text part of a message in OpenAI's APIs."""
-END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>")
+END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<|end|>")
 """Special tokens with which templates end an answer, even if the checkpoint does not list them as
 stop ids."""
 

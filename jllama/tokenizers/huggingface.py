@@ -29,7 +29,7 @@ from jllama.tokenizers.base import (
     piece_bytes,
     special_bytes,
 )
-from jllama.tokenizers.tiktoken import PATTERN
+from jllama.tokenizers.tiktoken import PATTERNS
 
 _CONFIG_NAMES = (CONFIG_NAME, "generation_config.json", "config.json")
 _NOT_LLAMAS = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
@@ -40,23 +40,6 @@ _BYTE_LEVEL = {
     "trim_offsets": True,
     "use_regex": True,
 }
-_PREFIX = r"[^\r\n\p{L}\p{N}]?"
-_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
-_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_SUFFIX = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-_PATTERNS = {
-    "llama-bpe": PATTERN,
-    "dbrx": PATTERN,
-    "qwen2": PATTERN.replace("{1,3}", ""),
-    "tekken": rf"{_PREFIX}{_UPPER}*{_LOWER}+|{_PREFIX}{_UPPER}+{_LOWER}*|\p{{N}}|{_REST}",
-    "gpt-4o": (
-        rf"{_PREFIX}{_UPPER}*{_LOWER}+{_SUFFIX}|{_PREFIX}{_UPPER}+{_LOWER}*{_SUFFIX}|\p{{N}}{{1,3}}|"
-        f"{_REST}"
-    ),
-}
-"""Regular expressions that split text: of Llama 3; cl100k (OLMo 2, Phi-4); Qwen2, whose digits
-stand alone; Mistral's Tekken; o200k (Phi-4-mini). Source: the models' ``tokenizer.json``."""
 
 
 def _split(pattern: str) -> Json:
@@ -68,7 +51,7 @@ def _split(pattern: str) -> Json:
 
 
 PRE_TOKENIZERS: dict[str, Json] = {
-    **{name: _split(pattern) for name, pattern in _PATTERNS.items()},
+    **{name: _split(pattern) for name, pattern in PATTERNS.items()},
     "smollm": {
         "type": "Sequence",
         "pretokenizers": [{"type": "Digits", "individual_digits": True}, _BYTE_LEVEL],
@@ -85,7 +68,7 @@ _FORMS: dict[str | bool, tuple[Json | None, Json | None, bool, bool]]
 _FORMS = {
     # With ignore_merges, a part of the text that is a token is not merged.
     **{
-        name: (None, split, name in ("llama-bpe", "tekken"), False)
+        name: (None, split, name in ("llama-bpe", "llama4", "tekken"), False)
         for name, split in PRE_TOKENIZERS.items()
     },
     "qwen2": ({"type": "NFC"}, PRE_TOKENIZERS["qwen2"], False, False),

@@ -177,9 +177,8 @@ def setup_of(plan: Plan) -> Setup:
     device = plan.mesh.devices.flat[0]
     chunk_tokens = loss_chunk_tokens(device, plan.model.vocab_size)
     route = None
-    if options.objective in ("auto", "next_token") and (
-        options.balance_loss or options.router_z_loss
-    ):
+    is_text = options.objective in ("auto", "next_token")
+    if is_text and (options.balance_loss or options.router_z_loss or plan.model.router_bias):
         route = functools.partial(
             balanced_route, balance=options.balance_loss, z_loss=options.router_z_loss
         )

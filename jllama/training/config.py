@@ -295,8 +295,7 @@ class TrainConfig:
             refuses.
         resume_with_changes: continue although the learning rate, the steps or another option that
             affects the outcome has changed.
-        overwrite: remove the run in ``run_dir``, unless it is resumed; its name must be typed,
-            unless ``yes`` is set.
+        overwrite: remove the run in ``run_dir``; asks for its name first.
         yes: overwrite without asking.
         sampling: how the text sampled at each evaluation is drawn.
         reward: how answers to the prompts of ``data.path`` are rewarded, which trains by
@@ -349,7 +348,8 @@ class TrainConfig:
             check_fields(
                 self, "", "rope_factor", lambda factor: factor is None, "left out without init_from"
             )
-        if self.model.num_experts and self.lora.targets == LoraConfig.targets:
+        are_left_out = self.lora.targets == LoraConfig.targets and not self.lora.init_from
+        if self.model.num_experts and are_left_out:
             of_attention = dataclasses.replace(self.lora, targets=self.lora.targets[:4])
             vars(self)["lora"] = of_attention
         if self.reward:

@@ -23,9 +23,9 @@ def training_flops_per_token(
 
     ``6 * (matrix parameters) + 12 * num_layers * num_heads * head_dim * seq_len``: two for each
     multiply-add, three passes, and the attention products over ``seq_len`` keys, or as many as a
-    layer's sliding window has. The embedding counts where it is used as the head. Frozen matrices
-    have two passes, since they need no gradients. Adapters are not counted, nor are experts that a
-    token did not choose.
+    layer's sliding window or chunk has. The embedding counts where it is used as the head. Frozen
+    matrices have two passes, since they need no gradients. Adapters are not counted, nor are
+    experts that a token did not choose.
     Source: Chowdhery et al. 2022, appendix B (arXiv:2204.02311).
 
     Args:

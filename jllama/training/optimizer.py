@@ -71,29 +71,36 @@ def adafactor() -> optax.GradientTransformation:
             lambda matrix, like: matrix.reshape(like.shape), matrices, updates
         ), state
 
-    parts: Any = {
-        "stacked": optax.GradientTransformation(_over_layers(init), _over_layers(update)),
-        "alone": optax.GradientTransformation(init, update),
-    }
-    return optax.partition(
-        parts, lambda params: {name: "stacked" if name == "layers" else "alone" for name in params}
+    alone = optax.GradientTransformation(init, update)
+    stacked = optax.GradientTransformation(jax.vmap(init), jax.vmap(update))
+
+    def partition(tree: Any) -> optax.GradientTransformation:
+        labels = _parts_of(tree)
+        parts: Any = dict.fromkeys(jax.tree.leaves(labels), stacked) | {"alone": alone}
+        return optax.partition(parts, labels)
+
+    return optax.GradientTransformation(
+        lambda params: partition(params).init(params),
+        lambda updates, state, params=None: partition(updates).update(updates, state, params),
     )
 
 
-def _over_layers(function: Any) -> Any:
-    """Map a function over stacked layers; call it once if there are none (all are frozen)."""
-
-    def mapped(params: Any, *others: Any) -> Any:
-        run = jax.vmap(function) if jax.tree.leaves(params) else function
-        return run(params, *others)
-
-    return mapped
+def _parts_of(params: Any) -> Any:
+    """Name the part of each leaf: stacks of one length share a part, and the longest is stacked."""
+    layers = params.get("layers", {})
+    longest = max((len(leaf) for leaf in jax.tree.leaves(layers)), default=0)
+    labels = jax.tree.map(
+        lambda leaf: "stacked" if len(leaf) == longest else f"stacked_{len(leaf)}", layers
+    )
+    return dict.fromkeys(params, "alone") | ({"layers": labels} if layers else {})
 
 
 def _as_matrix(path: str, leaf: Any) -> Any:
     # A leaf that another optimizer updates is an empty node of optax here.
-    is_matrix = path in PARAMETERS and PARAMETERS[path].inputs and hasattr(leaf, "shape")
-    return flatten_matrix(PARAMETERS[path], leaf) if is_matrix else leaf
+    if path in PARAMETERS and PARAMETERS[path].inputs and hasattr(leaf, "shape"):
+        return flatten_matrix(PARAMETERS[path], leaf)
+    is_of_experts = getattr(leaf, "ndim", 0) == 3  # their adapters, as one matrix
+    return leaf.reshape(-1, leaf.shape[-1]) if is_of_experts else leaf
 
 
 def muon(config: OptimizerConfig) -> optax.GradientTransformation:
@@ -131,7 +138,8 @@ def _matrix_axes(path: str, leaf: Any) -> Any:
     if not hasattr(leaf, "shape"):
         return leaf  # an empty node of optax, of a leaf that another optimizer updates
     if path not in PARAMETERS:
-        return optax.contrib.MuonDimensionNumbers(1, 2)  # of an adapter
+        # Of an adapter; that of experts has an axis more.
+        return optax.contrib.MuonDimensionNumbers(leaf.ndim - 2, leaf.ndim - 1)
     row = PARAMETERS[path]
     own_outputs = [axis for axis in row.outputs if axis != "experts"]
     inputs, outputs = (tuple(map(row.axes.index, axes)) for axes in (row.inputs, own_outputs))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jllama.core.parameters import PARAMETERS, layers_of
 from jllama.data.datasets import ChatDataset
 from jllama.data.prompts import PromptDataset
 from jllama.generation.generate import generate
@@ -72,13 +73,16 @@ def log_experts(run: Run, model: LanguageModel) -> None:
     """Log and show how the model's experts share the first rows of the last batch.
 
     Shares are each expert's part of all choices, in the mean over layers; the entropy is that of a
-    layer's shares over its greatest one, ``log(num_experts)``, in the mean.
+    layer's shares over its greatest one, ``log(num_experts)``, in the mean. With rewards, on one
+    device, also log the share of answers' tokens with another expert in some layer when these rows
+    are decoded token by token.
     """
     config = model.config
     batch = run.recent[-1][1]
     tokens, segments = (array[:4, :-1] for array in batch[:2])
     is_real = np.asarray(segments) != 0
-    names = [f"layers/{layer}/experts" for layer in range(config.num_layers)]
+    layers = layers_of(PARAMETERS["layers/router"], config)
+    names = [f"layers/{layer}/experts" for layer in layers]
     chosen = model.capture(tokens, names, segments)
     counts = np.array(
         [
@@ -95,6 +99,18 @@ def log_experts(run: Run, model: LanguageModel) -> None:
         f"experts: {means.min():.1%} to {means.max():.1%} of the tokens, entropy {relative:.3f}",
         "dim",
     )
+    if isinstance(run.plan.data, PromptDataset) and run.plan.mesh.size == 1:
+        from jllama.models.capture import decoded_experts
+
+        # The choice of a sampler, which decodes, beside that for whole sequences.
+        params = jax.tree.map(lambda leaf: leaf.astype(run.plan.dtype), model.params)
+        model = dataclasses.replace(model, params=params).for_decoding()
+        decoded = decoded_experts(config, model.decode_params, jnp.asarray(tokens))
+        whole = jnp.stack([*model.capture(tokens, names, segments).values()])
+        differs = (jnp.sort(decoded) != jnp.sort(whole)).any(axis=(0, -1))
+        is_answer = np.asarray(batch.counted[:4, :-1])
+        share = float((differs & is_answer).sum() / max(is_answer.sum(), 1))
+        run.tracker.write(run.step, experts_differ=share)
 
 
 def current_model(run: Run) -> LanguageModel:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Key
 
 from jllama.core import UsageError
 from jllama.core.config import LlamaConfig
-from jllama.core.parameters import Params, parameter_table
+from jllama.core.parameters import Params, layers_of, parameter_table
 from jllama.core.step import Trainable
 from jllama.models.config import LoraConfig
 from jllama.models.lora import adapt, convert_weight, freeze, import_qwix, initial_adapter, merge
@@ -166,9 +166,9 @@ def selected_weights(config: LlamaConfig, patterns: Sequence[str]) -> SelectedWe
     """
     # The names of each parameter; a stacked one has a name for each layer.
     names = {}
-    for path in parameter_table(config):
-        count = config.num_layers if path.startswith("layers/") else 1
-        names[path] = [path.replace("layers/", f"layers/{layer}/") for layer in range(count)]
+    for path, row in parameter_table(config).items():
+        layers = layers_of(row, config) if path.startswith("layers/") else [0]
+        names[path] = [path.replace("layers/", f"layers/{layer}/") for layer in layers]
     for pattern in patterns:
         if not any(fnmatch.filter(layer_names, pattern) for layer_names in names.values()):
             known = ", ".join(path.replace("layers/", "layers/*/") for path in names)

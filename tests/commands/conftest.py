@@ -96,10 +96,6 @@ def workshop(tmp_path_factory):
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "JLLAMA_CACHE_GIB": "",  # the usual limit
-        # The processes run the same programs.
-        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
 
     def start(*arguments, devices=1, **variables):

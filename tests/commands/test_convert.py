@@ -273,7 +273,8 @@ def test_usage(place, refused, capsys):
     hf, meta = place / "in" / "hf", place / "in" / "meta"
     assert f"to is 'onnx'; it must be one of {FORMATS}\n" in refused(hf, to="onnx", code=2)
     message = refused(hf, "--dtype", "q4_k_m", code=2, to="gguf")
-    assert "with gguf it must be one of float32, bfloat16, float16, q8_0; for others" in message
+    names = "float32, bfloat16, float16, q8_0, q5_1, q5_0, q4_1, q4_0"
+    assert f"with gguf it must be one of {names}; for others" in message
     assert "run llama.cpp's llama-quantize on a GGUF file" in message
     shard = meta / "consolidated.00.pth"
     assert f"{shard} is no checkpoint by itself: give its folder, {meta}" in refused(shard)

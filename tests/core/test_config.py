@@ -129,13 +129,13 @@ def test_what_cannot_be_built_is_refused(settings, message):
         *[
             (
                 {"type": type, "factor": 8.0, name: value},
-                f"{names}; they must be positive, the first one smaller$",
+                f"{names}; they must be positive, the first one not larger$",
             )
             for type, name, value, names in [
-                ("llama3", "low_freq_factor", 4.0, "low_freq_factor 4.0 and high_freq_factor 4.0"),
+                ("llama3", "low_freq_factor", 4.5, "low_freq_factor 4.5 and high_freq_factor 4.0"),
                 ("llama3", "low_freq_factor", 0.0, "low_freq_factor 0.0 and high_freq_factor 4.0"),
                 ("llama3", "high_freq_factor", 0.5, "low_freq_factor 1.0 and high_freq_factor 0.5"),
-                ("yarn", "beta_slow", 32.0, "beta_slow 32.0 and beta_fast 32.0"),
+                ("yarn", "beta_slow", 33.0, "beta_slow 33.0 and beta_fast 32.0"),
                 ("yarn", "beta_fast", math.nan, "beta_slow 1.0 and beta_fast nan"),
             ]
         ],

@@ -302,6 +302,10 @@ def test_norms_that_the_matrices_dtype_cannot_hold_stay_float32(tmp_path):
         (np.dtype(np.float16), F16, 1),
         (np.dtype(jnp.bfloat16), BF16, 32),
         ("q8_0", Q8_0, 7),
+        ("q5_1", GGMLQuantizationType.Q5_1, 9),
+        ("q5_0", GGMLQuantizationType.Q5_0, 8),
+        ("q4_1", GGMLQuantizationType.Q4_1, 3),
+        ("q4_0", GGMLQuantizationType.Q4_0, 2),
     ],
 )
 def test_each_type_is_written_as_the_package_has_it(tmp_path, dtype, type_, file_type):
@@ -311,13 +315,13 @@ def test_each_type_is_written_as_the_package_has_it(tmp_path, dtype, type_, file
     for tensor in reader.tensors:
         expected = TENSORS[tensor.name]
         wanted = F32 if expected.ndim == 1 else type_
-        if wanted == Q8_0 and expected.shape[1] % 32:
+        if wanted not in (F32, F16, BF16) and expected.shape[1] % 32:
             wanted = F16
         assert tensor.tensor_type == wanted, tensor.name
         assert np.asarray(tensor.data).tobytes() == quantize(expected, wanted).tobytes()
         assert tensor.shape.tolist() == list(expected.shape[::-1])
     assert {tensor.tensor_type for tensor in reader.tensors} == (
-        {F32, type_} | ({F16} if dtype == "q8_0" else set())
+        {F32, type_} | ({F16} if isinstance(dtype, str) else set())
     )
     assert reader.fields["general.file_type"].contents() == file_type
     assert reader.tensors[0].data_offset % 32 == 0

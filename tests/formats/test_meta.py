@@ -318,7 +318,7 @@ def test_scaled_rope_asks_for_its_factor(tmp_path):
 
 
 WRONG_PARAMS = [
-    ({"lora_args": {"rank": 16}, "moe_args": {}}, "does not have: lora_args, moe_args"),
+    ({"lora_args": {"rank": 16}, "moe_arg": {}}, "does not have: lora_args, moe_arg"),
     ({"vision_chunk_size": 560}, "vision_chunk_size"),
     ({"use_qk_norm": True}, "use_qk_norm"),
     ({"dim": None}, "has dim null; it must be a positive whole number"),

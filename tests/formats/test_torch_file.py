@@ -239,7 +239,7 @@ STORAGE = "48 bytes where data/0 must have"
 HOSTILE = {
     "an instance": (b"\x80\x02(X\4\0\0\0exitios\nsystem\n.", "pickle operation INST"),
     "an object": (b"\x80\x02(cos\nsystem\nX\4\0\0\0exito.", "'os.system'"),
-    "a new object": (b"\x80\x02ccollections\nOrderedDict\n)\x81.", "pickle operation NEWOBJ"),
+    "a new object": (b"\x80\x02ccollections\nOrderedDict\n)\x81.", "no dictionary of tensors"),
     "an extension": (b"\x80\x02\x82\x01.", "pickle operation EXT1"),
     "a persistent id in text": (b"Pos.system\n.", "pickle operation PERSID"),
     "an unpickler's module": (

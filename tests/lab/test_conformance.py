@@ -12,7 +12,7 @@ META_HOLDS += "|OpenLLaMA 3B|TinyLlama|SmolLM2|llama2.c|Phi-4|multi-query"
 HOLDS = {
     "orbax": {*VARIANTS},
     "hf": {*VARIANTS},
-    "gguf": {*VARIANTS} - {"dynamic x4"},
+    "gguf": {*VARIANTS} - {"dynamic x4", "Llama 4"},
     "meta": {*META_HOLDS.split("|")},
     "llama2c": {"Llama 2", "Llama 2 grouped", "TinyLlama", "llama2.c", "multi-query"},
 }

@@ -39,7 +39,7 @@ RELATIVES = chosen(
     *("partial rotation", "Granite 3"),
 )
 """Those with options that a Llama does not have, and a Llama."""
-WITH_EXPERTS = chosen("Llama 1", "Qwen 3", "Mixtral", "Qwen 3 experts", "OLMoE")
+WITH_EXPERTS = chosen("Llama 1", "Qwen 3", "Mixtral", "Qwen 3 experts", "OLMoE", "Llama 4")
 """Those with experts, which only the native format's writer holds, and two without."""
 
 

@@ -24,8 +24,8 @@ PLANS = {
 
 
 def test_there_are_plans_for_all_sizes():
-    assert len(PLANS) == 11
-    assert len(re.findall("^```text", PAGE, re.M)) == 15
+    assert len(PLANS) == 12
+    assert len(re.findall("^```text", PAGE, re.M)) == 16
     assert "does not fit" not in PAGE
 
 

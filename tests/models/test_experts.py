@@ -27,15 +27,21 @@ from transformers import (
 import jllama
 from jllama.commands import cli
 from jllama.core import UsageError, ops
-from jllama.core.model import KVCache
-from jllama.core.parameters import count_parameters, parameter_table, shape_of
+from jllama.core.parameters import (
+    PARAMETERS,
+    count_parameters,
+    layers_of,
+    parameter_table,
+    shape_of,
+)
 from jllama.core.step import Batch
 from jllama.formats.registry import open_checkpoint
 from jllama.formats.tensors import load_params
 from jllama.formats.upcycling import upcycle
 from jllama.kernels.experts import grouped_product
 from jllama.lab.checks import TOLERANCE, random_params
-from jllama.models import oracle
+from jllama.models import capture, oracle
+from jllama.models.capture import decoded_experts
 from jllama.parallel.sharding import check_divides
 from jllama.parallel.shards import AXES
 from jllama.tokenizers.base import BytesTokenizer
@@ -283,29 +289,29 @@ def test_only_a_model_with_experts_has_them_captured():
         model.capture([[1, 2]], ["layers/0/experts"])
 
 
-def test_decoding_chooses_the_experts_of_whole_sequences():
+LLAMA_4 = {
+    "num_layers": 4,
+    "experts_per_token": 1,
+    "router": "sigmoid",
+    "shared_expert": True,
+    "dense_layers": (0, 2),
+    "no_rope_layers": (3,),
+    "attention_chunk": 60,
+    "temperature_step": 50,
+}
+
+
+@pytest.mark.parametrize("changes", [CASES["normalized"], LLAMA_4], ids=["mixtral", "llama4"])
+def test_decoding_chooses_the_experts_of_whole_sequences(changes):
     """For 2,000 tokens one after the other, as a trainer's program does for all of them at once."""
-    config = dataclasses.replace(config_of("normalized"), max_seq_len=256)
+    config = dataclasses.replace(SMALL, max_seq_len=256, **changes)
     model = jllama.LanguageModel(config, jax.tree.map(jnp.asarray, random_params(config, 0)))
     tokens = np.random.default_rng(5).integers(0, 61, (8, 250))
-    names = [f"layers/{layer}/experts" for layer in range(config.num_layers)]
-    expected = [np.asarray(chosen) for chosen in model.capture(tokens, names).values()]
-    seen = []
-
-    def route(*arguments):
-        weights, chosen = ops.route(*arguments)
-        jax.debug.callback(seen.append, chosen, ordered=True)
-        return weights, chosen
-
-    llama = jllama.build_model(config, jllama.decode_layout(model.params, config))
-    llama.functions = llama.functions._replace(route=route)
-    cache = KVCache.zeros(config, 8, 250)
-    for column in range(250):
-        _, cache = llama.decode(tokens[:, column : column + 1], cache, jnp.ones(8, jnp.int32))
-    jax.effects_barrier()
-    for layer, chosen in enumerate(expected):
-        by_step = np.stack(seen[layer :: config.num_layers], axis=1)
-        np.testing.assert_array_equal(by_step, chosen)
+    layers = layers_of(PARAMETERS["layers/router"], config)
+    names = [f"layers/{layer}/experts" for layer in layers]
+    expected = np.stack([*model.capture(tokens, names).values()])
+    by_step = decoded_experts(config, model.decode_params, jnp.asarray(tokens))
+    np.testing.assert_array_equal(by_step, expected)
 
 
 def test_sizes_that_are_left_out():
@@ -316,7 +322,12 @@ def test_sizes_that_are_left_out():
 
 @pytest.mark.parametrize(
     ("name", "active"),
-    [("mixtral-8x7b", 12_879_925_248), ("qwen3-30b-a3b", 3_353_032_704)],
+    [
+        ("mixtral-8x7b", 12_879_925_248),
+        ("qwen3-30b-a3b", 3_353_032_704),
+        ("llama4-scout", 17_172_894_720),
+        ("llama4-maverick", 17_184_691_200),
+    ],
 )
 def test_active_parameters(name, active):
     """A token meets its own experts, and all other matrices; an embedding counts whole."""
@@ -342,13 +353,23 @@ def report():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
-    ["fsdp=8", "expert=8", "expert=2 fsdp=2 tensor=2", "data=2 expert=4", "expert=4 sequence=2"],
+    [
+        "fsdp=8 of experts",
+        "expert=8 of experts",
+        "expert=2 fsdp=2 tensor=2 of experts",
+        "data=2 expert=4 of experts",
+        "expert=4 sequence=2 of experts",
+        "fsdp=8 of Llama 4",
+        "expert=2 fsdp=2 tensor=2 of Llama 4",
+        "data=2 expert=4 of Llama 4",
+    ],
 )
 def test_a_mesh_computes_trains_and_answers_as_one_device_does(report, mesh):
     assert report[mesh]["loaded_error"] == 0
     assert report[mesh]["error"] < TOLERANCE
     assert report[mesh]["training_error"] < TOLERANCE
     assert report[mesh]["answers_are_equal"]
+    assert report[mesh]["adapters_error"] < TOLERANCE
 
 
 def test_experts_that_do_not_divide():
@@ -374,6 +395,45 @@ def test_a_run_logs_how_experts_share_the_tokens(tmp_path):
     assert 0 < line["expert_entropy"] <= 1
     model = jllama.load(tmp_path / "run", "float32")
     assert model.config.num_experts == 4
+
+
+def test_a_run_with_rewards_logs_how_many_experts_differ_when_it_samples(tmp_path, monkeypatch):
+    """Of the answers' tokens, and in any layer."""
+    config = dataclasses.replace(config_of("normalized"), vocab_size=259)
+    model = jllama.LanguageModel(config, random_params(config, 0), BytesTokenizer())
+    jllama.save(model, tmp_path / "base", "hf")
+    prompts = [json.dumps({"prompt": f"to be {number}"}) for number in range(9)]
+    (tmp_path / "text.jsonl").write_text("\n".join(prompts))
+    arguments = ["--data.path", str(tmp_path / "text.jsonl"), "--init_from", str(tmp_path / "base")]
+    arguments += ["--reward", "length:4", "--training.steps", "2"]
+    arguments += ["--training.seq_len", "16", "--training.grpo.max_answer_tokens", "4"]
+    arguments += [
+        "--training.grpo.mask_overlong",
+        "false",
+        "--training.grpo.group_size",
+        "2",
+        "--training.batch_size",
+        "4",
+    ]
+    cases = {
+        "equal": ((), 0),
+        "one layer": ((0,), 1),
+        "in prompts": ((slice(None), slice(None), slice(0, 5)), 0),
+    }
+    for name, (where, share) in cases.items():
+
+        def changed(*arguments, where=where):
+            chosen = np.array(decoded_experts(*arguments))
+            if where:
+                chosen[where] = 5
+            return jnp.asarray(chosen)
+
+        monkeypatch.setattr(capture, "decoded_experts", changed)
+        assert cli.run("train", [*arguments, "--run_dir", str(tmp_path / name)]) == 0
+        metrics = (tmp_path / name / "metrics.jsonl").read_text()
+        lines = [json.loads(line) for line in metrics.splitlines()]
+        (line,) = [line for line in lines if "experts_differ" in line]
+        assert line["experts_differ"] == share
 
 
 @pytest.fixture
@@ -472,7 +532,7 @@ def test_a_step_has_the_losses_of_balance(plain_descent, remat):
     def total(params):
         extra = []
 
-        def route(logits, num_chosen, normalize):
+        def route(logits, num_chosen, normalize, *others):
             weights, chosen = ops.route(logits, num_chosen, normalize)
             choices = jax.nn.one_hot(chosen, 5).sum(axis=1)[is_counted]
             share = jax.lax.stop_gradient(choices.sum(axis=0) / choices.sum())
@@ -517,3 +577,26 @@ def test_gradients_of_experts_are_summed_in_float32(platform):
     (actual,) = backward(pull)
     expected = np.float64(pull).T @ np.float64(x)
     np.testing.assert_allclose(np.float64(actual[0]), expected, rtol=0.005)
+
+
+def test_a_bias_balances_without_a_loss(plain_descent):
+    """It counts in the choice, has no other gradient, and moves against shares."""
+    config = dataclasses.replace(config_of("normalized"), router_bias=True)
+    params = random_params(config, 0)
+    bias = params["layers"]["router_bias"]
+    bias[:] = np.random.default_rng(8).normal(size=bias.shape) * 0.2
+    tokens = BATCH.tokens[:, :-1]
+    llama = jllama.build_model(config, jax.tree.map(jnp.asarray, params))
+    np.testing.assert_allclose(llama(tokens), oracle.forward(params, tokens, config), atol=1e-5)
+    loop = jllama.LoopConfig(batch_size=4, seq_len=16, steps=9, dtype="float32", balance_loss=0.0)
+    optimizer = jllama.OptimizerConfig("sgd", learning_rate=1.0, schedule="constant", clip_norm=1e9)
+    training = jllama.compile_training(TrainConfig(config, training=loop, optimizer=optimizer))
+    before = jax.tree.map(jnp.asarray, params)
+    everything = BATCH._replace(segments=np.ones((4, 17), int), counted=np.ones((4, 17), bool))
+    state, _ = training.step(training.init(jax.random.key(0), before), everything)
+    model = jllama.LanguageModel(config, jax.tree.map(jnp.asarray, params))
+    for layer in range(config.num_layers):
+        chosen = np.asarray(model.capture(tokens, [f"layers/{layer}/experts"]).popitem()[1])
+        excess = np.bincount(chosen.ravel(), minlength=5) - chosen.size / 5
+        moved = np.asarray(state.params["layers"]["router_bias"][layer]) - bias[layer]
+        np.testing.assert_allclose(moved, -1e-4 * excess / chosen.size, rtol=0.01, atol=2e-8)

@@ -83,6 +83,8 @@ COUNTS = {
     "granite-3.3-8b": 8_170_864_640,
     "mixtral-8x7b": 46_702_792_704,
     "mixtral-8x22b": 140_630_071_296,
+    "llama4-scout": 107_769_861_120,
+    "llama4-maverick": 400_711_848_960,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
     "olmoe-1b-7b": 6_919_161_856,
@@ -225,7 +227,7 @@ def test_options_are_those_of_the_families():
 def test_transformers_has_as_many_parameters(name):
     """In the class of the model's family, of one layer, made on torch's device without memory."""
     config = dataclasses.replace(
-        preset(name), num_layers=1, no_rope_layers=(), full_attention_layers=()
+        preset(name), num_layers=1, no_rope_layers=(), full_attention_layers=(), dense_layers=()
     )
     if config.embed_dim % config.num_heads:
         pytest.skip("transformers' Llama needs embed_dim to be a multiple of num_heads")

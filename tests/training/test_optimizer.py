@@ -164,6 +164,8 @@ def matrices_of(path, stack):
     shapes = {"wq": (8, 8), "wk": (8, 4), "wv": (8, 4), "wo": (8, 8)}
     if not path.startswith("layers/"):
         return [stack]
+    if path.startswith("layers/experts"):  # an adapter's, of three experts
+        return [*stack.reshape(-1, *stack.shape[2:])]
     return [layer.reshape(shapes.get(path.removeprefix("layers/"), layer.shape)) for layer in stack]
 
 
@@ -172,14 +174,23 @@ ADAPTER = {"wq": {"a": np.ones((2, 8, 3)), "b": np.ones((2, 3, 8)), "magnitude":
 TREES = {
     "every": EVERYTHING,
     "adapter": {"layers": ADAPTER},
+    "experts": {"layers": {"experts_up": {"a": np.ones((2, 3, 8, 2)), "b": np.ones((2, 3, 2, 5))}}},
     # Of one layer.
     "part": {"layers": {name: WHOLE["layers"][name][:1] for name in ("wo", "attn_norm")}},
+    # Not every layer has a matrix, as with layers of experts between dense ones.
+    "uneven": {
+        "layers": {
+            "w_gate": WHOLE["layers"]["w_gate"],
+            "w_down": WHOLE["layers"]["w_down"][:1],
+            "attn_norm": WHOLE["layers"]["attn_norm"],
+        }
+    },
     "no matrix": {"final_norm": WHOLE["final_norm"]},
 }
 CASES = [(name, "every") for name in OPTIMIZERS] + [("muon", name) for name in TREES][1:]
 
 
-@pytest.mark.parametrize(("name", "tree"), [*CASES, ("adamw", "adapter")])
+@pytest.mark.parametrize(("name", "tree"), [*CASES, ("adamw", "adapter"), ("adafactor", "uneven")])
 def test_steps_are_the_paper_s_on_each_matrix_of_each_layer(name, tree):
     """With a warm-up, some gradients longer than the clip, and decay of matrices alone."""
     config = OptimizerConfig(name, 0.1, 0.2, 0.3, weight_decay=0.05, clip_norm=0.5, **BETAS[name])
