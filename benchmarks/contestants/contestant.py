@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 PROMPT = "The capital of France is"
 # The lengths of the eight prompts that are continued together.
 RAGGED_TOKENS = (10, 20, 37, 50, 64, 70, 100, 120)
+# The texts that are decoded together, beside one text and a batch.
+FEW_TEXTS = 4
 # The length of the prompts whose prefill is not measured.
 CONTEXT_TOKENS = 32
 # On a CPU: a matrix to read, and the side of the matrices to multiply.
@@ -60,7 +62,6 @@ class Case(NamedTuple):
 def cases_of(options: BenchOptions) -> dict[str, Case]:
     """Return what is measured, by its title."""
     new = options.new_tokens
-    rows = options.batch_size
     context = [CONTEXT_TOKENS]
     if options.what == "train":
         from jllama.commands.bench import train_config
@@ -69,15 +70,18 @@ def cases_of(options: BenchOptions) -> dict[str, Case]:
         batch = training.batch_size
         seq_len = training.seq_len
         return {f"training step, {batch} x {seq_len}": Case(batch * seq_len, [seq_len] * batch)}
+    length = options.prompt_tokens
+    prefill = {f"prefill, {length} tokens": Case(length, [length])}
     if options.what == "prefill":
-        length = options.prompt_tokens
-        return {f"prefill, {length} tokens": Case(length, [length])}
+        return prefill
     if options.what == "decode":
-        return {
-            "decode, 1 text": Case(new - 1, context, new, False, new - 1),
-            f"decode, {rows} texts": Case(rows * (new - 1), context * rows, new, False, new - 1),
-            f"8 ragged prompts, {new} tokens each": Case(8 * new, RAGGED_TOKENS, new, True, new),
-        }
+        cases = {}
+        for rows in sorted({1, FEW_TEXTS, options.batch_size}):
+            title = f"decode, {rows} text{'s' * (rows > 1)}"
+            cases[title] = Case(rows * (new - 1), context * rows, new, False, new - 1)
+        ragged = f"8 ragged prompts, {new} tokens each"
+        cases[ragged] = Case(8 * new, RAGGED_TOKENS, new, True, new)
+        return {**cases, **prefill}
     if options.what == "startup":
         return {"start to first character": Case(0)}
     return {"load to first token": Case(0)}
@@ -101,6 +105,7 @@ def prepare(work: Work) -> Work:
         "cases": {title: case._asdict() for title, case in cases.items()},
         "context": max(max(case.lengths) + case.new_tokens for case in cases.values()),
         "rows": max(len(case.lengths) for case in cases.values()),
+        "cells": max(map(count_cells, cases.values())),
         "device": device,
         "facts": machine_facts(work["threads"], device, llama_python),
         "sample": sample_arguments(options),
@@ -112,14 +117,19 @@ def prepare(work: Work) -> Work:
         shared["vocab_size"] = config.model.vocab_size
         shared["batch"] = [config.training.batch_size, config.training.seq_len + 1]
     formats = {"gguf" if name == "llama.cpp" else "hf" for name in options.against}
-    # Loading is measured from the checkpoint itself if the peer can read it.
+    # Loading is measured from the checkpoint itself if the peer can read it, and so is llama.cpp
+    # where jllama takes the file's weights as they are.
     checkpoint = Path(options.checkpoint)
     readable = set()
-    if options.what in ("startup", "load") and not options.adapter:
-        if checkpoint.suffix == ".gguf":
+    if options.adapter:
+        pass
+    elif checkpoint.suffix == ".gguf":
+        if options.what in ("startup", "load"):
             readable = {"hf", "gguf"}
-        elif (checkpoint / "config.json").exists():
-            readable = {"hf"}
+        elif not options.dtype and not options.quantize:
+            readable = {"gguf"}
+    elif options.what in ("startup", "load") and (checkpoint / "config.json").exists():
+        readable = {"hf"}
     shared |= dict.fromkeys(readable, str(checkpoint))
     if formats - readable:
         import jax
@@ -135,7 +145,16 @@ def prepare(work: Work) -> Work:
         for format in formats - readable:
             is_quantized = options.quantize and format == "gguf"
             jllama.save(model, shared[format], format, "q8_0" if is_quantized else "float32")
+    if "llama.cpp" in options.against:
+        from jllama.formats.registry import open_checkpoint
+
+        shared["vocab_size"] = open_checkpoint(shared["gguf"]).config.vocab_size
     return shared
+
+
+def count_cells(case: Case) -> int:
+    """Count the tokens whose keys and values a case keeps at its end."""
+    return sum(case.lengths) + len(case.lengths) * case.new_tokens
 
 
 def sample_arguments(options: BenchOptions) -> list[str]:
@@ -189,10 +208,11 @@ def machine_facts(threads: int, device: str, llama_python: str) -> dict[str, str
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions.append(f"{name} {importlib.metadata.version(name)}")
     if llama_python:  # its own contestant reports what is wrong with it
-        code = "import llama_cpp; print('llama-cpp-python', llama_cpp.__version__)"
-        with contextlib.suppress(OSError):
-            done = subprocess.run([llama_python, "-c", code], capture_output=True, text=True)
-            versions += done.stdout.splitlines()[-1:]
+        for name in ("llama_cpp_python", "xllamacpp"):
+            code = f"import importlib.metadata as m; print('{name}', m.version('{name}'))"
+            with contextlib.suppress(OSError):
+                done = subprocess.run([llama_python, "-c", code], capture_output=True, text=True)
+                versions += done.stdout.splitlines()[-1:]
     return {"machine": ", ".join(parts), "versions": ", ".join(versions)}
 
 
@@ -357,12 +377,40 @@ def hf_files(work: Work) -> dict[str, str]:
     return {"pretrained_model_name_or_path": work["hf"]}
 
 
-def llama_cpp_loader(work: Work) -> Callable[[], LlamaCppModel]:
-    """Return what loads the model of llama.cpp."""
+def llama_cpp_loader(work: Work) -> Callable[[], LlamaCppModel | LlamaCppServer]:
+    """Return what loads the model of llama.cpp, from the package that is installed."""
+    if importlib.util.find_spec("xllamacpp"):
+        import xllamacpp  # noqa: F401
+
+        return functools.partial(LlamaCppServer, work)
     import llama_cpp  # noqa: F401
     import numpy  # noqa: F401
 
     return functools.partial(LlamaCppModel, work)
+
+
+class LlamaCppServer:
+    """A model of llama.cpp in xllamacpp's server, without HTTP."""
+
+    def __init__(self, work: Work) -> None:
+        import xllamacpp
+
+        options = xllamacpp.CommonParams()
+        options.model.path = work["gguf"]
+        options.cpuparams.n_threads = options.cpuparams_batch.n_threads = work["threads"]
+        # All texts share the cells of one cache, as llama-server has it.
+        options.n_parallel = work["rows"]
+        options.kv_unified = True
+        options.n_ctx = work["cells"]
+        options.cache_type_k = options.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+        self.server = xllamacpp.Server(options)
+        self.vocab_size = work["vocab_size"]
+        self.facts: Work = {}
+
+    def generate(self, prompts: Prompts | str, new_tokens: int, *callback: Any) -> None:
+        greedy = {"temperature": 0, "ignore_eos": True, "cache_prompt": False}
+        sizes = {"n_predict": new_tokens, "stream": bool(callback)}
+        self.server.handle_completions({"prompt": prompts, **sizes, **greedy}, *callback)
 
 
 class LlamaCppModel:
@@ -371,18 +419,17 @@ class LlamaCppModel:
     def __init__(self, work: Work) -> None:
         import llama_cpp as cpp
 
-        rows = work["rows"]
-        max_tokens = rows * -(-work["context"] // 256) * 256
         defaults = cpp.llama_model_default_params()
         model = cpp.llama_model_load_from_file(work["gguf"].encode(), defaults)
         options = cpp.llama_context_default_params()
-        options.n_seq_max = rows
-        options.n_ctx = options.n_batch = max_tokens
+        options.n_seq_max = work["rows"]
+        options.kv_unified = True  # as llama-server has it
+        options.n_ctx = options.n_batch = work["cells"]
         options.n_threads = options.n_threads_batch = work["threads"]
         options.type_k = options.type_v = 0  # float32
         self.vocab_size = cpp.llama_vocab_n_tokens(cpp.llama_model_get_vocab(model))
         self.context = cpp.llama_init_from_model(model, options)
-        self.batch = cpp.llama_batch_init(max_tokens, 0, 1)
+        self.batch = cpp.llama_batch_init(work["cells"], 0, 1)
         self.facts: Work = {}
 
     def feed(self, tokens: Prompts, starts: Sequence[int]) -> Prompts:
@@ -425,6 +472,7 @@ class Generation:
     """The continuation of the prompts of a case; to measure ``load``, each turn loads the model."""
 
     def __init__(self, work: Work) -> None:
+        self.work = work
         self.load = LOADERS[work["name"]](work)
         self.loaded = None if work["what"] == "load" else self.load()
         self.facts = self.loaded.facts if self.loaded else {}
@@ -434,7 +482,7 @@ class Generation:
         seconds = self.generate_s(case, case["new_tokens"])
         if not case["with_prefill"]:
             seconds -= self.generate_s(case, 1)
-        return {"seconds": seconds}
+        return {"seconds": seconds, "peak_bytes": peak_bytes_of(self.work)}
 
     def generate_s(self, case: Work, new_tokens: int) -> float:
         start_s = time.perf_counter()
@@ -573,15 +621,21 @@ class Training:
 
 
 def peak_bytes_of(work: Work) -> int | None:
-    """Return the peak of this contestant's device memory so far; None on CPUs."""
+    """Return the peak of this contestant's memory so far.
+
+    On a CPU it is the process's, with what it has read of mapped files; None where the system does
+    not tell it.
+    """
+    status = Path("/proc/self/status")
+    if work["device"] == "cpu":
+        peaks = re.findall(r"VmHWM:\s*(\d+) kB", status.read_text() if status.exists() else "")
+        return 1024 * int(peaks[0]) if peaks else None
     if work["name"] == "jllama":
         import jax
 
         from jllama.system.memory import peak_bytes
 
         return peak_bytes(jax.devices())
-    if work["device"] != "cuda":
-        return None
     import torch
 
     return torch.cuda.max_memory_allocated()
@@ -638,7 +692,15 @@ def stream_transformers(work: Work) -> None:
 
 
 def stream_llama_cpp(work: Work) -> None:
-    """Load and write, as a script with llama-cpp-python would."""
+    """Load and write, as a script with xllamacpp or llama-cpp-python would."""
+    if importlib.util.find_spec("xllamacpp"):
+
+        def show(piece: Any) -> bool:
+            print(piece["choices"][0]["text"], end="", flush=True)
+            return False
+
+        server = LlamaCppServer({**work, "rows": 1, "cells": 512})
+        return server.generate(work["prompt"], 8, show)
     import llama_cpp
 
     model = llama_cpp.Llama(work["gguf"], n_ctx=512, n_threads=work["threads"], verbose=False)

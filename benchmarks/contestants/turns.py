@@ -64,7 +64,7 @@ def measure(options: BenchOptions, argv: list[str]) -> Json:
         answers = {name: [turns[title, name] for turns in rounds] for name in names}
         needed = facts["jllama"]["needed"][title] if facts else {}
         figures[title] = _figures(case, answers, needed, rates)
-        result |= accelerator_facts(figures[title], facts.get("jllama", {}))
+        result |= shares_and_memory(figures[title], facts.get("jllama", {}))
     result |= {"machine_rates": machine_rates, "repeats": options.repeats, "work": figures}
     return result
 
@@ -103,11 +103,11 @@ def _figures(case: Json, answers: dict[str, list[Json]], needed: Json, rates: li
     return figures
 
 
-def accelerator_facts(rows: Mapping[str, Json], facts: Json) -> dict[str, str]:
-    """Describe training on a GPU or TPU: shares of its published rate, and memory beside the plan.
+def shares_and_memory(rows: Mapping[str, Json], facts: Json) -> dict[str, str]:
+    """Describe the peaks of memory, beside the plan for training, and shares of a GPU's rate.
 
-    Each of ``rows`` gets its ``mfu``, which counts attention whole, and ``mfu_causal``, which
-    counts half of it. On a CPU the result is empty.
+    The shares are of the published rate of a GPU or TPU that trains: each of ``rows`` gets its
+    ``mfu``, which counts attention whole, and ``mfu_causal``, which counts half of it.
     """
     texts = {}
     published = facts.get("published_flops_per_s")
@@ -121,8 +121,9 @@ def accelerator_facts(rows: Mapping[str, Json], facts: Json) -> dict[str, str]:
     peaks = {name: row["peak_bytes"] for name, row in rows.items() if row.get("peak_bytes")}
     if peaks:
         sizes = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in peaks.items())
-        planned = f"planned for jllama {facts['planned_bytes'] / 2**30:.2f} GiB"
-        texts["memory"] = f"peak memory: {sizes}; {planned}"
+        texts["memory"] = f"peak memory: {sizes}"
+        if published:
+            texts["memory"] += f"; planned for jllama {facts['planned_bytes'] / 2**30:.2f} GiB"
     return texts
 
 

@@ -21,7 +21,7 @@ from jllama.system.files import Json
 PEERS = {
     "transformers": "transformers torch",
     "torch-compile": "transformers torch",
-    "llama.cpp": "llama-cpp-python",
+    "llama.cpp": "xllamacpp",
 }
 """The other implementations that can be measured, and the packages to install for them."""
 _COLUMNS = ("ms (least to most)", "tokens/s", "share of limit", "times as fast")
@@ -40,22 +40,22 @@ class BenchOptions(ModelOptions):
 
     Args:
         what: train measures a training step; prefill the processing of a prompt; decode the
-            generation of one text, of a batch, and after eight prompts of different lengths;
-            startup the time from a new process to its first character; load the time to a first
-            token after all imports.
+            generation of one text, of four, of a batch, and after eight prompts of different
+            lengths, and prefill; startup the time from a new process to its first character; load
+            the time to a first token after all imports.
         checkpoint: a model in any format; for train a configuration, such as quickstart, or
             nothing.
         preset: a released Llama, as in jllama.PRESETS, whose shapes get random weights.
         model: the architecture for train without a configuration or a preset.
         seq_len: the tokens of a row for train.
-        prompt_tokens: the length of the prompt for prefill.
+        prompt_tokens: the length of the prompt for prefill and decode.
         new_tokens: the number of tokens to generate.
         batch_size: the rows of a batch for train, and the texts of a batch for decode.
         repeats: the number of measurements, of which the median counts; one more before them
             does not count.
         against: transformers, torch-compile (train) or llama.cpp, separated by commas. They take
             turns with jllama, on a GPU if all can use it, otherwise on the CPU.
-        llama_python: the Python that has llama-cpp-python.
+        llama_python: the Python that has xllamacpp or llama-cpp-python.
         json: print the figures as JSON.
     """
 

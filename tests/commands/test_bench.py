@@ -48,9 +48,11 @@ def checkpoint(tmp_path_factory):
 def test_decoding(checkpoint, capsys):
     assert cli.run("bench", ["decode", str(checkpoint), *FEW, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    titles = ["decode, 1 text", "decode, 8 texts", "8 ragged prompts, 4 tokens each"]
-    assert list(found["work"]) == titles
-    for title in titles:
+    decoding = ["decode, 1 text", "decode, 4 texts", "decode, 8 texts"]
+    others = ["8 ragged prompts, 4 tokens each", "prefill, 16 tokens"]
+    assert list(found["work"]) == [*decoding, *others]
+    assert found["memory"].startswith("peak memory: jllama 0.")
+    for title in found["work"]:
         own = found["work"][title]["jllama"]
         assert len(own["seconds"]) == 1
         assert own["tokens_per_s"] != 0
@@ -149,11 +151,11 @@ def test_training_on_a_gpu_says_its_share_of_the_published_rate_and_its_memory()
         "transformers": {"median_s": 4 * 4096 / 40_800, "peak_bytes": int(71.5 * 2**30)},
     }
     turns = import_file(str(CONTESTANTS / "turns.py"))
-    told = turns.accelerator_facts(rows, {**facts, "planned_bytes": 31.4 * 2**30})
+    told = turns.shares_and_memory(rows, {**facts, "planned_bytes": 31.4 * 2**30})
     assert told["mfu"] == "MFU: jllama 37.0% (33.7% causal), transformers 37.2% (33.9% causal)"
     peaks = "jllama 31.40 GiB, transformers 71.50 GiB"
     assert told["memory"] == f"peak memory: {peaks}; planned for jllama 31.40 GiB"
-    assert turns.accelerator_facts({"jllama": {"median_s": 1.0, "peak_bytes": None}}, {}) == {}
+    assert turns.shares_and_memory({"jllama": {"median_s": 1.0, "peak_bytes": None}}, {}) == {}
 
 
 MISTAKES = """
