@@ -24,6 +24,9 @@ os.environ.setdefault(
         else ""
     ),
 )
+# Where these are set, pytest explains every difference of unequal bytes: hours for megabytes.
+os.environ.pop("CI", None)
+os.environ.pop("BUILD_NUMBER", None)
 # Compiled programs are shared by the workers of pytest-xdist and by processes that tests start, and
 # kept for later runs. The folder's own name says that they are not what users run.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(

@@ -91,7 +91,9 @@ def test_greedy_tokens_are_those_of_transformers(model, peer, prompts, kind):
 
 
 @pytest.mark.parametrize("to", FORMATS)
-def test_every_format_holds_the_same_model(model, exported, prompts, to):
+def test_every_format_holds_the_same_model(gguf, exported, prompts, to):
+    """In float32: as it is stored, the file's matrices are multiplied in other sums."""
+    model = jllama.load(gguf, dtype="float32")
     other = jllama.load(exported / to)
     assert (other.config, other.chat_template, other.stop_ids) == (
         model.config,
@@ -101,7 +103,7 @@ def test_every_format_holds_the_same_model(model, exported, prompts, to):
     for found, wanted in zip(
         jax.tree.leaves(other.params), jax.tree.leaves(model.params), strict=True
     ):
-        assert np.asarray(found).tobytes() == np.asarray(wanted).tobytes()
+        assert np.array_equal(np.asarray(found).view(np.uint8), np.asarray(wanted).view(np.uint8))
     hard = "Hello  wörld\t1234 \n\n 你好 👩‍👩‍👧 <|im_end|> don't\r\n"
     assert other.tokenizer.encode(hard) == model.tokenizer.encode(hard)
     for kind, prompt in prompts.items():

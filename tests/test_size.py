@@ -21,11 +21,11 @@ CORE = [*sorted((PACKAGE / "core").glob("*.py"))]
 EVERYTHING = [*PACKAGE.rglob("*.py")]
 MAX_TOKENS = {
     "core": (CORE, 17_930),
-    "training/loop": ([PACKAGE / "training/loop.py"], 51_360),
-    "training/run": ([PACKAGE / "training/run.py"], 142_020),
-    "generation/generate": ([PACKAGE / "generation/generate.py"], 44_420),
+    "training/loop": ([PACKAGE / "training/loop.py"], 51_320),
+    "training/run": ([PACKAGE / "training/run.py"], 142_030),
+    "generation/generate": ([PACKAGE / "generation/generate.py"], 44_390),
 }
-MAX_EVERYTHING = 240_570
+MAX_EVERYTHING = 241_400
 LAYOUT = {
     tokenize.COMMENT,
     tokenize.NL,

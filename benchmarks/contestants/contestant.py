@@ -3,8 +3,8 @@
     python contestant.py WORK
 
 It prepares, and writes a line of JSON with facts that its figures are compared with. Then it takes
-a turn for each line of stdin and answers with the seconds. It imports only what it measures,
-because the Python that has llama.cpp may have nothing else.
+a turn for each line of stdin, and answers with the seconds or with the machine's rates. It imports
+only what it measures, because the Python that has llama.cpp may have nothing else.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     import jllama
     from jllama.commands.bench import BenchOptions
 
+# The process that measures a CPU's rates, so that no contestant's memory holds what that needs.
+MACHINE = "machine"
 PROMPT = "The capital of France is"
 # The lengths of the eight prompts that are continued together.
 RAGGED_TOKENS = (10, 20, 37, 50, 64, 70, 100, 120)
@@ -126,7 +128,7 @@ def prepare(work: Work) -> Work:
     elif checkpoint.suffix == ".gguf":
         if options.what in ("startup", "load"):
             readable = {"hf", "gguf"}
-        elif not options.dtype and not options.quantize:
+        elif not options.dtype and not options.quantize and keeps_blocks(checkpoint):
             readable = {"gguf"}
     elif options.what in ("startup", "load") and (checkpoint / "config.json").exists():
         readable = {"hf"}
@@ -150,6 +152,16 @@ def prepare(work: Work) -> Work:
 
         shared["vocab_size"] = open_checkpoint(shared["gguf"]).config.vocab_size
     return shared
+
+
+def keeps_blocks(checkpoint: Path) -> bool:
+    """Return whether jllama multiplies matrices of a GGUF file as they are stored."""
+    from jllama.formats.registry import open_checkpoint
+    from jllama.kernels.linear import KERNELS
+
+    tensors = open_checkpoint(checkpoint).tensors.values()
+    kinds = {getattr(tensor, "quantized", "") for tensor in tensors}
+    return bool(importlib.util.find_spec("numba")) and not kinds.isdisjoint(KERNELS)
 
 
 def count_cells(case: Case) -> int:
@@ -248,7 +260,8 @@ class JllamaModel:
         limit = self.model.config.max_seq_len
         if context > limit:
             raise jllama.UsageError(
-                f"the benchmark needs {context} tokens of context, and the model has {limit}"
+                f"the benchmark needs {context} tokens of context, and the model "
+                f"has {limit}: choose fewer --prompt_tokens or --new_tokens"
             )
         self.vocab_size = self.model.config.vocab_size
         self.facts: Work = {}
@@ -410,7 +423,10 @@ class LlamaCppServer:
     def generate(self, prompts: Prompts | str, new_tokens: int, *callback: Any) -> None:
         greedy = {"temperature": 0, "ignore_eos": True, "cache_prompt": False}
         sizes = {"n_predict": new_tokens, "stream": bool(callback)}
-        self.server.handle_completions({"prompt": prompts, **sizes, **greedy}, *callback)
+        request = {"prompt": prompts, **sizes, **greedy}
+        answer = self.server.handle_completions(request, *callback)
+        if not callback and "choices" not in answer:
+            raise RuntimeError(str(answer))
 
 
 class LlamaCppModel:
@@ -472,7 +488,6 @@ class Generation:
     """The continuation of the prompts of a case; to measure ``load``, each turn loads the model."""
 
     def __init__(self, work: Work) -> None:
-        self.work = work
         self.load = LOADERS[work["name"]](work)
         self.loaded = None if work["what"] == "load" else self.load()
         self.facts = self.loaded.facts if self.loaded else {}
@@ -482,7 +497,7 @@ class Generation:
         seconds = self.generate_s(case, case["new_tokens"])
         if not case["with_prefill"]:
             seconds -= self.generate_s(case, 1)
-        return {"seconds": seconds, "peak_bytes": peak_bytes_of(self.work)}
+        return {"seconds": seconds}
 
     def generate_s(self, case: Work, new_tokens: int) -> float:
         start_s = time.perf_counter()
@@ -612,12 +627,12 @@ class Training:
         self.draws = np.random.default_rng(0)
 
     def take(self, _: Work) -> Work:
-        """Return the loss of a step, its seconds, and the peak memory so far."""
+        """Return the loss of a step, and its seconds."""
         tokens = self.draws.integers(0, self.work["vocab_size"], self.work["batch"], "int32")
         start_s = time.perf_counter()
         loss = self.trainer.step(tokens)
         seconds = time.perf_counter() - start_s
-        return {"loss": loss, "seconds": seconds, "peak_bytes": peak_bytes_of(self.work)}
+        return {"loss": loss, "seconds": seconds}
 
 
 def peak_bytes_of(work: Work) -> int | None:
@@ -641,7 +656,7 @@ def peak_bytes_of(work: Work) -> int | None:
     return torch.cuda.max_memory_allocated()
 
 
-def machine_rates(dtype: str = "float32", devices: int = 1) -> dict[str, float]:
+def machine_rates(dtype: str, devices: int) -> dict[str, float]:
     """Measure the rates of these devices: FLOPs of a square product, and bytes moved, a second.
 
     A CPU reads a matrix to multiply it with a vector; a GPU or TPU reads and writes a long row.
@@ -732,12 +747,19 @@ def main(work: Work) -> None:
     os.dup2(2, 1)  # what packages print is no answer
     if work["name"] == "prepare":
         return print(json.dumps(prepare(work)), file=answers)
-    contestant = Training(work) if work["what"] == "train" else Generation(work)
-    facts = contestant.facts
-    print(json.dumps(facts), file=answers)
+    contestant: Any = None
+    if work["name"] != MACHINE:
+        contestant = Training(work) if work["what"] == "train" else Generation(work)
+    print(json.dumps(contestant.facts if contestant else {}), file=answers)
     for line in sys.stdin:
         turn = json.loads(line)
-        answer = contestant.take(turn) if turn else machine_rates(facts["dtype"], facts["devices"])
+        if "dtype" in turn:
+            answer = machine_rates(**turn)
+        else:
+            # On a GPU the rates are measured in the same process, whose peak says no more.
+            tells_memory = work["what"] == "train" or work["device"] == "cpu"
+            peak_bytes = peak_bytes_of(work) if tells_memory else None
+            answer = contestant.take(turn) | {"peak_bytes": peak_bytes}
         print(json.dumps(answer), file=answers)
 
 

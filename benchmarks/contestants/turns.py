@@ -32,6 +32,8 @@ def measure(options: BenchOptions, argv: list[str]) -> Json:
     names = ["jllama", *options.against]
     asks = {}
     facts = {}
+    rater = ""
+    rates_of = {}
     rates = []
     rounds = []
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as running:
@@ -44,9 +46,15 @@ def measure(options: BenchOptions, argv: list[str]) -> Json:
             for name in names:
                 asks[name] = running.enter_context(_contestant(name, work, options))
                 facts[name] = asks[name]()
+            own = facts["jllama"]
+            rates_of = {"dtype": own["dtype"], "devices": own["devices"]}
+            rater = "machine" if work["device"] == "cpu" else "jllama"
+            if rater not in asks:
+                asks[rater] = running.enter_context(_contestant(rater, work, options))
+                asks[rater]()
         for repeat in range(1 + options.repeats):
             print(f"round {repeat} of {options.repeats}", file=sys.stderr)
-            rates.append(asks["jllama"]({}) if asks else {})
+            rates.append(asks[rater](rates_of) if asks else {})
             turns = {}
             for title, name in itertools.product(cases, names):
                 case = cases[title]
@@ -122,7 +130,7 @@ def shares_and_memory(rows: Mapping[str, Json], facts: Json) -> dict[str, str]:
     if peaks:
         sizes = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in peaks.items())
         texts["memory"] = f"peak memory: {sizes}"
-        if published:
+        if "planned_bytes" in facts:
             texts["memory"] += f"; planned for jllama {facts['planned_bytes'] / 2**30:.2f} GiB"
     return texts
 

@@ -5,6 +5,7 @@ is used. The ``gguf`` package knows the quantized types. Source: ggml's ``docs/g
 """
 
 import math
+import mmap
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -43,14 +44,23 @@ class _TensorInfo(NamedTuple):
 
 
 def _dequantize_lazily(
-    stored: np.ndarray, type_: GGMLQuantizationType, shape: tuple[int, ...]
+    stored: np.ndarray, type_: GGMLQuantizationType, shape: tuple[int, ...], mapped: Any
 ) -> LazyTensor:
-    """Return a float32 tensor of rows stored as blocks of a GGML type; no block spans two rows."""
+    """Return a float32 tensor of rows stored as blocks of a GGML type; no block spans two rows.
+
+    ``mapped`` is the file's ``mmap``: what was read does not stay in the process's memory.
+    """
+
+    def copy(rows: slice) -> np.ndarray:
+        block = np.array(stored[rows])
+        if hasattr(mmap, "MADV_DONTNEED"):
+            mapped.madvise(mmap.MADV_DONTNEED)
+        return block
 
     def read(rows: slice) -> np.ndarray:
-        return dequantize(np.ascontiguousarray(stored[rows]), type_).reshape(-1, *shape[1:])
+        return dequantize(copy(rows), type_).reshape(-1, *shape[1:])
 
-    blocks = None if type_ in PLAIN else stored
+    blocks = LazyTensor(stored.shape, stored.dtype, copy)
     return LazyTensor(shape, PLAIN[GGMLQuantizationType.F32], read, 1, stored, type_.name, blocks)
 
 
@@ -116,7 +126,7 @@ def read_gguf_file(path: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
             shape = (shape[0] * shape[1], shape[2])
         if dtype is None or (is_quantized and dtype.itemsize == 2):
             rows = stored.reshape(shape[0], -1)
-            tensors[name] = _dequantize_lazily(rows, info.type_, shape)
+            tensors[name] = _dequantize_lazily(rows, info.type_, shape, data.base)
         else:
             tensors[name] = stored.view(dtype).reshape(shape)
         next_offset = GGUFWriter.ggml_pad(stop - first, alignment)

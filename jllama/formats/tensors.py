@@ -601,11 +601,10 @@ def _put(array: np.ndarray, sharding: Sharding) -> jax.Array:
 
 def _kernel_of(checkpoint: Checkpoint, spec: TensorSpec) -> str:
     """Return the kernel that multiplies a tensor's blocks as they are; empty if there is none."""
-    tensor = checkpoint.tensors[spec.key]
-    if not isinstance(tensor, LazyTensor) or tensor.blocks is None:
+    tensor: Any = checkpoint.tensors[spec.key]
+    if getattr(tensor, "blocks", None) is None or "experts" in spec.parameter.axes:
         return ""
-    is_of_experts = "experts" in spec.parameter.axes
-    return "" if is_of_experts else F.choose_kernel(tensor.quantized, tensor.shape[1])
+    return F.choose_kernel(tensor.quantized, tensor.shape[1])
 
 
 def _group_specs(config: LlamaConfig, joined_layers: Container[int]) -> dict[str, list[TensorSpec]]:

@@ -99,23 +99,19 @@ class DecodeMatrix:
     ) -> Float[Array, "tokens outputs"]:
         """Compute ``x @ matrix`` in ``dtype``.
 
-        On a CPU, few tokens are multiplied by integers. A ``kernel`` rounds them to 16 bits in
-        groups of 256 numbers; without one, ``int8.split_product`` adds an error of at most
-        ``max(abs(x)) / 64516`` to ``x``.
+        On a CPU, a ``kernel`` rounds ``x`` to 16 bits in groups of 256 numbers. Without one, few
+        tokens are multiplied by int8 as ``int8.split_product`` explains, which adds an error of at
+        most ``max(abs(x)) / 64516`` to ``x``.
         """
-        is_few = len(x) <= _MAX_FEW
-        if self.is_blocks and is_few:
-            return _kernel_product(self.kernel, x, self.values).astype(dtype)
         if self.is_blocks:
-            from jllama.kernels import quantized  # brings numba
-
-            return _product(x, quantized.unpack(self.kernel, self.values, after=x), dtype)
+            return _kernel_product(self.kernel, x, self.values).astype(dtype)
+        is_few = len(x) <= _MAX_FEW
         if self.scale is None:
             product = functools.partial(_product, dtype=dtype)
             on_cpu = functools.partial(_product_from_left, dtype=dtype) if is_few else product
             return jax.lax.platform_dependent(x, self.values, cpu=on_cpu, default=product)
         on_cpu = split_product if is_few else _late_product
-        if self.kernel and is_few:
+        if self.kernel:
             on_cpu = functools.partial(_kernel_product, self.kernel)
         product = jax.lax.platform_dependent(x, self.values, cpu=on_cpu, default=_product)
         return (product * self.scale.astype(product.dtype)).astype(dtype)

@@ -7,8 +7,8 @@ rounded to integers of 16 bits in groups of 256 numbers, ``x = unit * q`` with
     y = sum over groups of  unit * (sum over blocks of  scale * sum(q * v))
         - sum over blocks of  minimum * unit * sum(q)
 
-Sums within a block are of integers, and exact. All others are in float32, one block or group after
-the other. The first line is computed in eight lanes, of which lane i has the products 2 i,
+Sums of four products are of integers, and exact. All others are in float32, one block or group
+after the other. The first line is computed in eight lanes, of which lane i has the products 2 i,
 2 i + 1, 2 i + 16 and 2 i + 17 of each block; they are added in pairs at the end. The order depends
 neither on other rows nor on the number of threads: a row has the same bits in any company. Source
 of the formats: ggml's ``ggml-common.h`` and ``ggml-quants.c``.
@@ -16,8 +16,6 @@ of the formats: ggml's ``ggml-common.h`` and ``ggml-quants.c``.
 
 import ctypes
 import functools
-import itertools
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,16 +24,29 @@ import jax.numpy as jnp
 import numba
 import numpy as np
 from jaxtyping import Array, Float, Int8, Int16, UInt8
+from llvmlite import binding as llvm
 from llvmlite import ir
 from numba import extending, types
 from numba.core import cgutils
 
 BLOCK = 32
 """Weights with one scale."""
+
+
+def _can_cache() -> bool:
+    """Return whether Numba finds a folder for what it compiles."""
+    try:
+        numba.njit(cache=True)(_can_cache)
+    except RuntimeError:
+        return False
+    return True
+
+
+_CAN_CACHE = _can_cache()
+_compiled: Any = numba.njit(cache=_CAN_CACHE)
 _GROUP = 8  # blocks of a row of x with one unit
-_TILE = 4  # rows of x that a block of weights is multiplied by at once
 _PANEL = 16  # outputs that are multiplied by all rows of x before the next ones
-_AHEAD = 2048  # bytes from weights that are used to those that are asked for
+_AHEAD = 2048  # bytes before their use weights are asked for
 
 # 1) The program that is built: LLVM's types, and instructions that take several of LLVM's.
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
@@ -200,10 +211,17 @@ def _fetch(build: Any, address: Value, num_bytes: int) -> None:
 
 
 def _products(build: Any, values: Value, x: Value) -> Value:
-    """Multiply 32 pairs of integers, and add four each: eight floats, which are exact."""
-    products = build.mul(*(_wide(build, build.sext, part, _I32) for part in (values, x)))
-    pairs = build.add(*(_pick(build, products, range(i, BLOCK, 2)) for i in (0, 1)))
-    added = build.add(*(_pick(build, pairs, range(i, i + _LANES)) for i in (0, _LANES)))
+    """Multiply 32 pairs of integers, and add four each; return eight floats.
+
+    They are exact, but for Q6_K, whose integers hold a scale.
+    """
+    added = None
+    for first in (0, BLOCK // 2):
+        half = range(first, first + BLOCK // 2)
+        factors = (_wide(build, build.sext, _pick(build, part, half), _I32) for part in (values, x))
+        products = build.mul(*factors)
+        pairs = build.add(*(_pick(build, products, range(i, BLOCK // 2, 2)) for i in (0, 1)))
+        added = build.add(added, pairs) if added else pairs
     return build.sitofp(added, ir.VectorType(_F32, _LANES))
 
 
@@ -304,95 +322,235 @@ def _unpack(context: Any, kind: Any, weights: Any, count: Any, out: Any) -> Any:
 
 
 @_intrinsic
-def _read(context: Any, address: Any) -> Any:
-    """Read an integer of 64 bits."""
+def _words(context: Any, address: Any) -> Any:
+    """View memory as integers of 64 bits."""
+    pointer = types.CPointer(types.int64)
 
     def generate(context: Any, build: Any, signature: Any, arguments: Any) -> Value:
-        return _load(build, _I64, arguments[0])
+        return build.inttoptr(arguments[0], _I64.as_pointer())
 
-    return types.int64(types.int64), generate
+    return pointer(types.int64), generate
 
 
 @_intrinsic
-def _write(context: Any, address: Any, number: Any) -> Any:
-    """Write a number."""
+def _add(context: Any, words: Any, index: Any, number: Any) -> Any:
+    """Add to an integer that threads share; return what it was before."""
 
-    def generate(context: Any, build: Any, signature: Any, arguments: Any) -> None:
-        _store(build, arguments[1], arguments[0])
+    def generate(context: Any, build: Any, signature: Any, arguments: Any) -> Value:
+        words, index, number = arguments
+        return build.atomic_rmw("add", build.gep(words, [index]), number, "seq_cst")
 
-    return types.void(types.int64, number), generate
-
-
-# 4) What XLA calls. The layouts are those of XLA_FFI_CallFrame and XLA_FFI_Buffer in its c_api.h.
+    return types.int64(words, types.int64, types.int64), generate
 
 
-@numba.njit(cache=True)
+@_intrinsic
+def _call_c(context: Any, function: Any, argument: Any) -> Any:
+    """Call a C function with one argument."""
+
+    def generate(context: Any, build: Any, signature: Any, arguments: Any) -> Value:
+        kind = ir.FunctionType(_I64, [_I64])
+        return build.call(build.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@_intrinsic
+def _function(context: Any, name: Any) -> Any:
+    """Return the address of a C function, whose name is a constant."""
+    if not isinstance(name, types.StringLiteral):
+        return None
+
+    def generate(context: Any, build: Any, signature: Any, arguments: Any) -> Value:
+        kind = ir.FunctionType(_I64, [_I64])
+        function = cgutils.get_or_insert_function(build.module, kind, name.literal_value)
+        return build.ptrtoint(function, _I64)
+
+    return types.int64(name), generate
+
+
+# 4) Threads. XLA makes one call for a whole product. Threads of its pool take parts of the outputs
+# until none is left, and the one that ends the last part tells XLA. So none waits for another.
+# All layouts are in words of 64 bits. Those of XLA are in its c_api.h:
+_EXTENSION, _API, _CONTEXT, _OPERANDS, _RESULTS, _FUTURE = 1, 2, 3, 9, 14, 21  # a call's frame
+_SCHEDULE, _NUM_THREADS, _CREATE_FUTURE, _SET_AVAILABLE = 17, 18, 19, 20  # functions of an API
+# The memory of a call, until its last thread leaves:
+_NEXT = 0  # the first output of the next part
+_READY = 1  # how many outputs are computed
+_THREADS = 2  # that may use this memory
+_STEP = 3  # outputs of a part
+_SIZE = 4  # all outputs
+_TELL = 5  # the function that tells XLA, and its struct
+_STRUCT = 9  # for other functions of XLA
+_ARRAYS = 14  # the address and two sizes of the result, and of each operand
+_CALL_BYTES = 8 * 29
+_STRUCT_BYTES = 40  # XLA accepts structs that are longer than its own
+_PART_BYTES = 1 << 15  # of weights, at least: to share fewer costs more time than it saves
+
+
+@_compiled
+def _call_xla(frame: int, function: int, struct: int) -> int:
+    """Call a function of XLA's API with a struct, after its size and no extension."""
+    _words(struct)[0] = _STRUCT_BYTES
+    _words(struct)[1] = 0
+    return _call_c(_words(_words(frame)[_API])[function], struct)
+
+
+@_compiled
 def _answers_version(frame: int) -> bool:
-    """Answer if XLA asks which version of its interface this is; return whether it does."""
-    extension = _read(frame + 8)
+    """Answer if XLA asks which version of its interface this is, 0.3; return whether it does."""
+    extension = _words(frame)[_EXTENSION]
     if extension == 0:
         return False
-    version = _read(extension + 24) + 8
-    _write(version + 16, np.int32(0))
-    _write(version + 20, np.int32(3))
+    _words(_words(extension)[3])[3] = 3 << 32
     return True
 
 
-@numba.njit(cache=True)
-def _array(buffers: int, index: int) -> tuple[int, int, int]:
-    """Return the address of an array's numbers, and its sizes along two axes."""
-    buffer = _read(buffers + 8 * index)
-    sizes = _read(buffer + 40)
-    return _read(buffer + 24), _read(sizes), _read(sizes + 8)
+@_compiled
+def _array(frame: int, index: int) -> tuple[int, int, int]:
+    """Return the address and two sizes of the result (0) or of an operand (1, ...)."""
+    buffers = _words(_words(frame)[_OPERANDS if index else _RESULTS])
+    buffer = _words(buffers[max(index - 1, 0)])
+    sizes = _words(buffer[5])
+    return buffer[3], sizes[0], sizes[1]
 
 
-def _handlers(kind: int) -> tuple[Any, Any]:
-    """Return the handlers of ``product`` and of ``unpack`` for a format."""
+@_compiled
+def _share(frame_address: int, task: int) -> int:
+    """Let ``task`` compute the outputs of a product in parts; return XLA's error, or 0."""
+    # 1) Copy where the arrays are: XLA's frame ends when this returns, and threads may go on.
+    frame = _words(frame_address)
+    address = _call_c(_function("malloc"), _CALL_BYTES)
+    call = _words(address)
+    for index in range(5):
+        for place, number in enumerate(_array(frame_address, index)):
+            call[_ARRAYS + 3 * index + place] = number
+
+    # 2) About eight parts for each thread, of whole panels.
+    struct_address = address + 8 * _STRUCT
+    struct = _words(struct_address)
+    struct[2] = frame[_CONTEXT]
+    struct[3] = address + 8 * _THREADS
+    error = _call_xla(frame_address, _NUM_THREADS, struct_address)
+    if error != 0:
+        return error
+    size = call[_ARRAYS + 2]
+    outputs = max(size // (8 * call[_THREADS]), _PART_BYTES // call[_ARRAYS + 5])
+    call[_STEP] = (outputs // _PANEL + 1) * _PANEL
+    threads = min(call[_THREADS], (size - 1) // call[_STEP] + 1)
+    call[_THREADS] = threads
+    call[_SIZE] = size
+    call[_NEXT] = call[_READY] = 0
+
+    # 3) What XLA waits for.
+    error = _call_xla(frame_address, _CREATE_FUTURE, struct_address)
+    if error != 0:
+        return error
+    frame[_FUTURE] = struct[2]
+    call[_TELL] = _words(frame[_API])[_SET_AVAILABLE]
+    call[_TELL + 1] = 24  # its size
+    call[_TELL + 2] = 0
+    call[_TELL + 3] = struct[2]
+
+    # 4) Other threads, and this one. If XLA refuses one, the others do its parts.
+    struct[2] = frame[_CONTEXT]
+    struct[3] = task
+    struct[4] = address
+    for _ in range(1, threads):
+        if _call_xla(frame_address, _SCHEDULE, struct_address) != 0:
+            _add(call, _THREADS, -1)
+    return _call_c(task, address)
+
+
+@_compiled
+def _take_part(address: int) -> tuple[int, int]:
+    """Return the first output of a part, and the end, which is not after it if none is left."""
+    call = _words(address)
+    begin = _add(call, _NEXT, call[_STEP])
+    return begin, min(begin + call[_STEP], call[_SIZE])
+
+
+@_compiled
+def _end_part(address: int, count: int) -> None:
+    """Tell XLA if these were the last outputs."""
+    call = _words(address)
+    if _add(call, _READY, count) + count == call[_SIZE]:
+        _call_c(call[_TELL], address + 8 * (_TELL + 1))
+
+
+@_compiled
+def _leave(address: int) -> int:
+    """Free a call's memory if this was the last thread that may use it."""
+    if _add(_words(address), _THREADS, -1) == 1:
+        _call_c(_function("free"), address)
+    return 0
+
+
+# 5) What XLA calls.
+
+
+def _compile_c(function: Any, suffix: str) -> Any:
+    """Compile a function for C. Its name names the file in Numba's cache: each format has one."""
+    function.__qualname__ += suffix
+    return numba.cfunc(types.int64(types.int64), cache=_CAN_CACHE)(function)
+
+
+def _handlers(kind: int, task: str) -> tuple[Any, Any, Any]:
+    """Return what XLA calls for ``product`` and for ``unpack``, and the task of its threads."""
     num_blocks, num_bytes, _, _ = _ORDER[kind]
 
-    @numba.cfunc(types.int64(types.int64), cache=True)
-    def on_product(frame: int) -> int:
-        if _answers_version(frame):
-            return 0
-        operands = _read(frame + 72)
-        q, rows, _ = _array(operands, 0)
-        units, _, groups = _array(operands, 1)
-        sums, _, _ = _array(operands, 2)
-        weights, _, row_bytes = _array(operands, 3)
-        first = _read(_array(operands, 4)[0]) << 32 >> 32  # of 32 bits
-        out, _, outputs = _array(_read(frame + 112), 0)
+    def multiply(address: int) -> int:
+        call = _words(address + 8 * _ARRAYS)
+        out, rows, outputs = call[0], call[1], call[2]
+        weights, row_bytes = call[3], call[5]
+        q, units, groups, sums = call[6], call[9], call[11], call[12]
         count = row_bytes // num_bytes * num_blocks
-        for begin in range(0, outputs, _PANEL):
-            end = min(begin + _PANEL, outputs)
-            row = 0
-            while row < rows:
-                xq = q + 2 * BLOCK * _GROUP * row * groups
-                xu = units + 4 * row * groups
-                xs = sums + 4 * _GROUP * row * groups
-                is_tile = rows - row >= _TILE
-                for output in range(begin, end):
-                    w = weights + (first + output) * row_bytes
-                    y = out + 4 * (row * outputs + output)
-                    if is_tile:
-                        _dot(kind, _TILE, w, count, xq, xu, xs, y, outputs)
-                    else:
-                        _dot(kind, 1, w, count, xq, xu, xs, y, outputs)
-                row += _TILE if is_tile else 1
-        return 0
+        while True:
+            begin, end = _take_part(address)
+            if begin >= end:
+                return _leave(address)
+            for first in range(begin, end, _PANEL):
+                last = min(first + _PANEL, end)
+                row = 0
+                while row < rows:
+                    xq = q + 2 * BLOCK * _GROUP * row * groups
+                    xu = units + 4 * row * groups
+                    xs = sums + 4 * _GROUP * row * groups
+                    left = rows - row
+                    tile = 1
+                    if left >= 8:
+                        tile = 8
+                    elif left >= 4:
+                        tile = 4
+                    for output in range(first, last):
+                        w = weights + output * row_bytes
+                        y = out + 4 * (row * outputs + output)
+                        if tile == 8:
+                            _dot(kind, 8, w, count, xq, xu, xs, y, outputs)
+                        elif tile == 4:
+                            _dot(kind, 4, w, count, xq, xu, xs, y, outputs)
+                        else:
+                            _dot(kind, 1, w, count, xq, xu, xs, y, outputs)
+                    row += tile
+            _end_part(address, end - begin)
 
-    @numba.cfunc(types.int64(types.int64), cache=True)
+    multiply_task = _compile_c(multiply, task)
+    llvm.add_symbol(task, multiply_task.address)
+
+    def on_product(frame: int) -> int:
+        return 0 if _answers_version(frame) else _share(frame, _function(task))
+
     def on_unpack(frame: int) -> int:
         if not _answers_version(frame):
-            weights, rows, row_bytes = _array(_read(frame + 72), 0)
+            weights, rows, row_bytes = _array(frame, 1)
             count = rows * row_bytes // num_bytes * num_blocks
-            _unpack(kind, weights, count, _array(_read(frame + 112), 0)[0])
+            _unpack(kind, weights, count, _array(frame, 0)[0])
         return 0
 
-    return on_product, on_unpack
+    return _compile_c(on_product, task), _compile_c(on_unpack, task), multiply_task
 
 
 @functools.cache
-def register(kind: str) -> tuple[Any, Any]:
+def register(kind: str) -> Any:
     """Make the kernels of a format known to XLA; what is returned keeps them alive.
 
     A program that was stored by another process is loaded after this.
@@ -400,11 +558,11 @@ def register(kind: str) -> tuple[Any, Any]:
     capsule = ctypes.pythonapi.PyCapsule_New
     capsule.restype = ctypes.py_object
     capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-    handlers = _handlers(list(FORMATS).index(kind))
-    for name, handler in zip(("product", "unpack"), handlers, strict=True):
+    functions = _handlers(list(FORMATS).index(kind), f"jllama_multiply_{kind}")
+    for name, handler in zip(("product", "unpack"), functions[:2], strict=True):
         target = capsule(handler.address, None, None)
         jax.ffi.register_ffi_target(f"jllama_{name}_{kind}", target, platform="cpu")
-    return handlers
+    return functions
 
 
 def product(
@@ -412,28 +570,10 @@ def product(
     x: Float[Array, "rows inputs"],
     weights: UInt8[Array, "outputs bytes"] | Int8[Array, "outputs inputs"],
 ) -> Float[Array, "rows outputs"]:
-    """Compute ``x @ weights.T`` in float32, for weights of a format of ``FORMATS``.
-
-    Each core computes some of the outputs.
-    """
+    """Compute ``x @ weights.T`` in float32, for weights of a format of ``FORMATS``."""
     register(kind)
-    rounded = round_rows(x)
-    results = []
-    for first, last in itertools.pairwise(_edges(len(weights))):
-        shape = jax.ShapeDtypeStruct((len(x), last - first), jnp.float32)
-        call = jax.ffi.ffi_call(f"jllama_product_{kind}", shape)
-        results.append(call(*rounded, weights, np.int32(first)))
-    return jnp.concatenate(results, axis=1)
-
-
-def _edges(size: int) -> list[int]:
-    """Divide a matrix's outputs into parts: the first of each, and the end.
-
-    XLA (0.10) calls functions on several threads only if more than about ten can be called at once:
-    on two cores 16 parts take half the time of eight.
-    """
-    parts = min(max(16, 2 * (os.cpu_count() or 1)), size)
-    return [size * index // parts for index in range(parts + 1)]
+    shape = jax.ShapeDtypeStruct((len(x), len(weights)), jnp.float32)
+    return jax.ffi.ffi_call(f"jllama_product_{kind}", shape)(weights, *round_rows(x))
 
 
 def round_rows(
@@ -455,18 +595,12 @@ def round_rows(
     return integers.reshape(padded.shape), units[..., 0], sums.reshape(len(x), -1)
 
 
-def unpack(
-    kind: str, weights: UInt8[Array, "*lead bytes"], after: Array | None = None
-) -> Float[Array, "*lead inputs"]:
-    """Compute the weights of some rows in float32, not before ``after`` is computed."""
+def unpack(kind: str, weights: UInt8[Array, "*lead bytes"]) -> Float[Array, "*lead inputs"]:
+    """Compute the weights of some rows in float32."""
     register(kind)
     format_ = FORMATS[kind]
     inputs = weights.shape[-1] // format_.num_bytes * format_.num_blocks * BLOCK
     flat = weights.reshape(-1, weights.shape[-1])
-    waits = [] if after is None else [after.ravel()[:1]]
-    results = []
-    for first, last in itertools.pairwise(_edges(len(flat))):
-        shape = jax.ShapeDtypeStruct((last - first, inputs), jnp.float32)
-        call = jax.ffi.ffi_call(f"jllama_unpack_{kind}", shape)
-        results.append(call(flat[first:last], *waits))
-    return jnp.concatenate(results).reshape(*weights.shape[:-1], inputs)
+    shape = jax.ShapeDtypeStruct((len(flat), inputs), jnp.float32)
+    floats = jax.ffi.ffi_call(f"jllama_unpack_{kind}", shape)(flat)
+    return floats.reshape(*weights.shape[:-1], inputs)

@@ -55,6 +55,8 @@ class LanguageModel:
 
         largest = max(jax.tree.leaves(self.params), key=lambda leaf: leaf.size, default=None)
         dtype = "no weights" if largest is None else largest.dtype.name
+        if dtype == "uint8":  # blocks, as in the file
+            dtype = self.stored
         source = f", from {self.source}" if self.source else ""
         return f"LanguageModel({summary(self.config, dtype, self.tokenizer)}{source})"
 
