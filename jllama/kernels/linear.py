@@ -99,9 +99,9 @@ class DecodeMatrix:
     ) -> Float[Array, "tokens outputs"]:
         """Compute ``x @ matrix`` in ``dtype``.
 
-        On a CPU, a ``kernel`` rounds ``x`` to 16 bits in groups of 256 numbers. Without one, few
-        tokens are multiplied by int8 as ``int8.split_product`` explains, which adds an error of at
-        most ``max(abs(x)) / 64516`` to ``x``.
+        On a CPU, a ``kernel`` rounds ``x`` to 16 bits in groups of 256 numbers: always for blocks,
+        and for int8 if the tokens are few. Without one, ``int8.split_product`` adds an error of at
+        most ``max(abs(x)) / 64516`` to few tokens.
         """
         if self.is_blocks:
             return _kernel_product(self.kernel, x, self.values).astype(dtype)
@@ -111,7 +111,7 @@ class DecodeMatrix:
             on_cpu = functools.partial(_product_from_left, dtype=dtype) if is_few else product
             return jax.lax.platform_dependent(x, self.values, cpu=on_cpu, default=product)
         on_cpu = split_product if is_few else _late_product
-        if self.kernel:
+        if self.kernel and is_few:
             on_cpu = functools.partial(_kernel_product, self.kernel)
         product = jax.lax.platform_dependent(x, self.values, cpu=on_cpu, default=_product)
         return (product * self.scale.astype(product.dtype)).astype(dtype)
