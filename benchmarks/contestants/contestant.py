@@ -122,16 +122,17 @@ def prepare(work: Work) -> Work:
     # Loading is measured from the checkpoint itself if the peer can read it, and so is llama.cpp
     # where jllama takes the file's weights as they are.
     checkpoint = Path(options.checkpoint)
+    is_loading = options.what in ("startup", "load")
+    is_gguf = checkpoint.suffix == ".gguf"
     readable = set()
     if options.adapter:
-        pass
-    elif checkpoint.suffix == ".gguf":
-        if options.what in ("startup", "load"):
-            readable = {"hf", "gguf"}
-        elif not options.dtype and not options.quantize and keeps_blocks(checkpoint):
-            readable = {"gguf"}
-    elif options.what in ("startup", "load") and (checkpoint / "config.json").exists():
+        pass  # no peer merges it
+    elif is_loading and is_gguf:
+        readable = {"hf", "gguf"}
+    elif is_loading and (checkpoint / "config.json").exists():
         readable = {"hf"}
+    elif is_gguf and not options.dtype and not options.quantize and keeps_blocks(checkpoint):
+        readable = {"gguf"}
     shared |= dict.fromkeys(readable, str(checkpoint))
     if formats - readable:
         import jax

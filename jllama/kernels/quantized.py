@@ -370,9 +370,18 @@ def _function(context: Any, name: Any) -> Any:
 
 # 4) Threads. XLA makes one call for a whole product. Threads of its pool take parts of the outputs
 # until none is left, and the one that ends the last part tells XLA. So none waits for another.
-# All layouts are in words of 64 bits. Those of XLA are in its c_api.h:
-_EXTENSION, _API, _CONTEXT, _OPERANDS, _RESULTS, _FUTURE = 1, 2, 3, 9, 14, 21  # a call's frame
-_SCHEDULE, _NUM_THREADS, _CREATE_FUTURE, _SET_AVAILABLE = 17, 18, 19, 20  # functions of an API
+# All layouts are in words of 64 bits. Those of XLA are in its c_api.h. The frame of a call:
+_EXTENSION = 1
+_API = 2
+_CONTEXT = 3
+_OPERANDS = 9
+_RESULTS = 14
+_FUTURE = 21
+# The functions of an API:
+_SCHEDULE = 17
+_NUM_THREADS = 18
+_CREATE_FUTURE = 19
+_SET_AVAILABLE = 20
 # The memory of a call, until its last thread leaves:
 _NEXT = 0  # the first output of the next part
 _READY = 1  # how many outputs are computed
@@ -499,10 +508,17 @@ def _handlers(kind: int, task: str) -> tuple[Any, Any, Any]:
     num_blocks, num_bytes, _, _ = _ORDER[kind]
 
     def multiply(address: int) -> int:
-        call = _words(address + 8 * _ARRAYS)
-        out, rows, outputs = call[0], call[1], call[2]
-        weights, row_bytes = call[3], call[5]
-        q, units, groups, sums = call[6], call[9], call[11], call[12]
+        # Each array has an address and two sizes: the result, weights, q, units, and sums.
+        arrays = _words(address + 8 * _ARRAYS)
+        out = arrays[0]
+        rows = arrays[1]
+        outputs = arrays[2]
+        weights = arrays[3]
+        row_bytes = arrays[5]
+        q = arrays[6]
+        units = arrays[9]
+        groups = arrays[11]
+        sums = arrays[12]
         count = row_bytes // num_bytes * num_blocks
         while True:
             begin, end = _take_part(address)
