@@ -31,6 +31,7 @@ from numba.core import cgutils
 
 BLOCK = 32
 """Weights with one scale."""
+_HALF = 16  # of 16 bits: a vector of 256, since any of 512 slows others down on Intel's
 
 
 def _can_cache() -> bool:
@@ -106,15 +107,11 @@ def _bits(build: Any, values: Value, first: int, count: int) -> Value:
     return build.and_(shifted, _vector(_I16, [2**count - 1] * values.type.count))
 
 
-def _less(build: Any, values: Value, number: int) -> Value:
-    return build.sub(values, _vector(_I16, [number] * BLOCK))
-
-
 # 2) The formats.
 
 
 class _Block(NamedTuple):
-    values: Value  # 32 integers of 16 bits
+    halves: Sequence[Value]  # 16 integers of 16 bits each
     scale: Value  # eight equal floats
     minimum: Value = None  # float; None: the format has none
 
@@ -126,9 +123,11 @@ class _Format(NamedTuple):
     has_minimum: bool = False
 
 
-def _bytes(build: Any, address: Value, offset: int, count: int) -> Value:
-    """Load bytes without signs as integers of 16 bits."""
-    return _wide(build, build.zext, _load(build, _I8, address, offset, count))
+def _bytes(
+    build: Any, address: Value, offset: int, count: int = _HALF, name: str = "zext"
+) -> Value:
+    """Load bytes, without signs or by "sext" with them, as integers of 16 bits."""
+    return _wide(build, getattr(build, name), _load(build, _I8, address, offset, count))
 
 
 def _scale(build: Any, address: Value) -> Value:
@@ -141,26 +140,33 @@ def _scale(build: Any, address: Value) -> Value:
     return _pick(build, build.fpext(halves, ir.VectorType(_F32, 4)), [0] * _LANES)
 
 
+def _signed(build: Any, address: Value, offset: int) -> list[Value]:
+    """Load 32 bytes with signs as two halves."""
+    return [_bytes(build, address, offset + first, name="sext") for first in (0, _HALF)]
+
+
 def _int8(build: Any, address: Value, index: int) -> _Block:
-    values = _load(build, _I8, address, 0, BLOCK)
-    return _Block(_wide(build, build.sext, values), _vector(_F32, [1.0] * _LANES))
+    return _Block(_signed(build, address, 0), _vector(_F32, [1.0] * _LANES))
 
 
 def _q8_0(build: Any, address: Value, index: int) -> _Block:
-    values = _load(build, _I8, address, 2, BLOCK)
-    return _Block(_wide(build, build.sext, values), _scale(build, address))
+    return _Block(_signed(build, address, 2), _scale(build, address))
 
 
 def _q4_0(build: Any, address: Value, index: int) -> _Block:
-    packed = _bytes(build, address, 2, 16)
-    halves = (_bits(build, packed, first, 4) for first in (0, 4))
-    values = build.shuffle_vector(*halves, _vector(_I32, range(BLOCK)))
-    return _Block(_less(build, values, 8), _scale(build, address))
+    packed = _bytes(build, address, 2)
+    eight = _vector(_I16, [8] * _HALF)
+    halves = [build.sub(_bits(build, packed, first, 4), eight) for first in (0, 4)]
+    return _Block(halves, _scale(build, address))
 
 
 def _q4_k(build: Any, address: Value, index: int) -> _Block:
-    # Two halves, 12 bytes of scales and minima in six bits, and nibbles of two blocks together.
-    packed = _bytes(build, address, 16 + 32 * (index // 2), BLOCK)
+    # Two numbers, 12 bytes of scales and minima in six bits, and nibbles of two blocks together.
+    packed = 16 + 32 * (index // 2)
+    halves = []
+    for first in (0, _HALF):
+        values = _bytes(build, address, packed + first)
+        halves.append(_bits(build, values, 4 * (index % 2), 4))
     factors = []
     for place in (0, 1):  # the scale, the minimum
         factor = _bytes(build, address, 4 + index % 4 + 4 * place, 1)
@@ -173,20 +179,23 @@ def _q4_k(build: Any, address: Value, index: int) -> _Block:
         integer = build.extract_element(factor, _I32(0))
         factors.append(build.fmul(half, build.uitofp(integer, _F32)))
     scale, minimum = factors
-    return _Block(_bits(build, packed, 4 * (index % 2), 4), _splat(build, scale), minimum)
+    return _Block(halves, _splat(build, scale), minimum)
 
 
 def _q6_k(build: Any, address: Value, index: int) -> _Block:
     # 128 bytes of low nibbles, 64 of two high bits each, 16 scales, and a half that scales these.
     part, place = divmod(index, 4)
-    low = _bytes(build, address, 64 * part + 32 * (place % 2), BLOCK)
-    high = _bits(build, _bytes(build, address, 128 + 32 * part, BLOCK), 2 * place, 2)
-    high = build.shl(high, _vector(_I16, [4] * BLOCK))
-    values = _less(build, build.or_(_bits(build, low, 4 * (place // 2), 4), high), 32)
-    scales = _wide(build, build.sext, _load(build, _I8, address, 192 + 2 * index, 2))
-    values = build.mul(values, _pick(build, scales, [0] * 16 + [1] * 16))
-    half = build.fpext(_load(build, _F16, address, 208), _F32)
-    return _Block(values, _splat(build, half))
+    scales = _bytes(build, address, 192 + 2 * index, 2, "sext")
+    halves = []
+    for i in (0, 1):
+        low = _bytes(build, address, 64 * part + 32 * (place % 2) + _HALF * i)
+        high = _bytes(build, address, 128 + 32 * part + _HALF * i)
+        high = build.shl(_bits(build, high, 2 * place, 2), _vector(_I16, [4] * _HALF))
+        values = build.or_(_bits(build, low, 4 * (place // 2), 4), high)
+        values = build.sub(values, _vector(_I16, [32] * _HALF))
+        halves.append(build.mul(values, _pick(build, scales, [i] * _HALF)))
+    factor = build.fpext(_load(build, _F16, address, 208), _F32)
+    return _Block(halves, _splat(build, factor))
 
 
 FORMATS = {
@@ -210,19 +219,26 @@ def _fetch(build: Any, address: Value, num_bytes: int) -> None:
         _call(build, "prefetch.p0i8", ir.VoidType(), pointer, *options)
 
 
-def _products(build: Any, values: Value, x: Value) -> Value:
+def _products(build: Any, halves: Sequence[Value], x: Value, offset: int) -> Value:
     """Multiply 32 pairs of integers, and add four each; return eight floats.
 
     They are exact, but for Q6_K, whose integers hold a scale.
     """
     added = None
-    for first in (0, BLOCK // 2):
-        half = range(first, first + BLOCK // 2)
-        factors = (_wide(build, build.sext, _pick(build, part, half), _I32) for part in (values, x))
+    for i, half in enumerate(halves):
+        others = _load(build, _I16, x, offset + BLOCK * i, _HALF)
+        factors = (_wide(build, build.sext, part, _I32) for part in (half, others))
         products = build.mul(*factors)
-        pairs = build.add(*(_pick(build, products, range(i, BLOCK // 2, 2)) for i in (0, 1)))
+        pairs = build.add(*(_pick(build, products, range(i, _HALF, 2)) for i in (0, 1)))
         added = build.add(added, pairs) if added else pairs
     return build.sitofp(added, ir.VectorType(_F32, _LANES))
+
+
+def _add_product(build: Any, total: Value, x: Value, y: Value) -> None:
+    """Add ``x * y`` to a variable, and round once."""
+    before = build.load(total)
+    name = "fma.f32" if before.type == _F32 else "fma.v8f32"
+    build.store(_call(build, name, before.type, x, y, before), total)
 
 
 @_intrinsic
@@ -243,7 +259,6 @@ def _dot(
         return None
     format_ = _ORDER[kind.literal_value]
     num_rows = rows.literal_value
-    lanes = ir.VectorType(_F32, _LANES)
 
     def generate(context: Any, build: Any, signature: Any, arguments: Any) -> None:
         weights, count, q, units, sums, out, stride = arguments[2:]
@@ -268,21 +283,17 @@ def _dot(
                     number = build.mul(index, _I64(format_.num_blocks))
                     for row in range(num_rows):
                         place = build.add(number, build.mul(row_blocks, _I64(row)))
-                        x_address = _element(build, q, place, 2 * BLOCK)
-                        x = _load(build, _I16, x_address, 2 * BLOCK * within, BLOCK)
-                        numbers = _products(build, block.values, x), block.scale
-                        part = _call(build, "fma.v8f32", lanes, *numbers, build.load(parts[row]))
-                        build.store(part, parts[row])
+                        x = _element(build, q, place, 2 * BLOCK)
+                        products = _products(build, block.halves, x, 2 * BLOCK * within)
+                        _add_product(build, parts[row], products, block.scale)
                         if format_.has_minimum:
                             sum_address = _element(build, sums, place, 4)
-                            numbers = block.minimum, _load(build, _F32, sum_address, 4 * within)
-                            less = _call(build, "fma.f32", _F32, *numbers, build.load(minima[row]))
-                            build.store(less, minima[row])
+                            x_sum = _load(build, _F32, sum_address, 4 * within)
+                            _add_product(build, minima[row], block.minimum, x_sum)
             for row in range(num_rows):
                 place = build.add(group.index, build.mul(groups, _I64(row)))
                 unit = _splat(build, _load(build, _F32, _element(build, units, place, 4)))
-                numbers = build.load(parts[row]), unit, build.load(totals[row])
-                build.store(_call(build, "fma.v8f32", lanes, *numbers), totals[row])
+                _add_product(build, totals[row], build.load(parts[row]), unit)
                 build.store(zeros, parts[row])
         for row in range(num_rows):
             total = build.load(totals[row])
@@ -311,7 +322,8 @@ def _unpack(context: Any, kind: Any, weights: Any, count: Any, out: Any) -> Any:
             for index in range(format_.num_blocks):
                 block = format_.unpack(build, address, index)
                 for first in range(0, BLOCK, _LANES):
-                    values = _pick(build, block.values, range(first, first + _LANES))
+                    lanes = range(first % _HALF, first % _HALF + _LANES)
+                    values = _pick(build, block.halves[first // _HALF], lanes)
                     floats = build.sitofp(values, ir.VectorType(_F32, _LANES))
                     floats = build.fmul(floats, block.scale)
                     if format_.has_minimum:
