@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numba
 import numpy as np
-from jaxtyping import Array, Float, Int8, Int16, UInt8
+from jaxtyping import Array, Float, Int8, UInt8
 from llvmlite import binding as llvm
 from llvmlite import ir
 from numba import extending, types
@@ -44,10 +44,10 @@ def _can_cache() -> bool:
 
 
 _CAN_CACHE = _can_cache()
-_compiled: Any = numba.njit(cache=_CAN_CACHE)
+_compiled: Any = numba.njit(cache=_CAN_CACHE, error_model="numpy")
 _GROUP = 8  # blocks of a row of x with one unit
 _PANEL = 16  # outputs that are multiplied by all rows of x before the next ones
-_AHEAD = 2048  # bytes before their use weights are asked for
+_AHEAD = 4096  # bytes before their use weights are asked for
 
 # 1) The program that is built: LLVM's types, and instructions that take several of LLVM's.
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
@@ -269,7 +269,6 @@ def _dot(
         per_group = _I64(_GROUP // format_.num_blocks)
         stored = build.sdiv(count, _I64(format_.num_blocks))
         groups = build.sdiv(build.add(count, _I64(_GROUP - 1)), _I64(_GROUP))
-        row_blocks = build.mul(groups, _I64(_GROUP))
         with cgutils.for_range(build, groups) as group:
             first = build.mul(group.index, per_group)
             rest = build.sub(stored, first)
@@ -282,7 +281,7 @@ def _dot(
                     block = format_.unpack(build, address, within)
                     number = build.mul(index, _I64(format_.num_blocks))
                     for row in range(num_rows):
-                        place = build.add(number, build.mul(row_blocks, _I64(row)))
+                        place = build.add(number, build.mul(count, _I64(row)))
                         x = _element(build, q, place, 2 * BLOCK)
                         products = _products(build, block.halves, x, 2 * BLOCK * within)
                         _add_product(build, parts[row], products, block.scale)
@@ -334,14 +333,18 @@ def _unpack(context: Any, kind: Any, weights: Any, count: Any, out: Any) -> Any:
 
 
 @_intrinsic
-def _words(context: Any, address: Any) -> Any:
-    """View memory as integers of 64 bits."""
-    pointer = types.CPointer(types.int64)
+def _view(context: Any, address: Any, kind: Any) -> Any:
+    """View memory as numbers of a type."""
 
     def generate(context: Any, build: Any, signature: Any, arguments: Any) -> Value:
-        return build.inttoptr(arguments[0], _I64.as_pointer())
+        return build.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
-    return pointer(types.int64), generate
+    return types.CPointer(kind.dtype)(types.int64, kind), generate
+
+
+@_compiled
+def _words(address: int) -> Any:
+    return _view(address, np.int64)
 
 
 @_intrinsic
@@ -402,8 +405,11 @@ _STEP = 3  # outputs of a part
 _SIZE = 4  # all outputs
 _TELL = 5  # the function that tells XLA, and its struct
 _STRUCT = 9  # for other functions of XLA
-_ARRAYS = 14  # the address and two sizes of the result, and of each operand
-_CALL_BYTES = 8 * 29
+_ARRAYS = 14  # the address and two sizes of the result, of the weights and of x
+_Q = 23  # x in 16 bits
+_UNITS = 24
+_SUMS = 25
+_CALL_BYTES = 8 * 26
 _STRUCT_BYTES = 40  # XLA accepts structs that are longer than its own
 _PART_BYTES = 1 << 15  # of weights, at least: to share fewer costs more time than it saves
 
@@ -436,15 +442,53 @@ def _array(frame: int, index: int) -> tuple[int, int, int]:
 
 
 @_compiled
+def _round(x: int, count: int, q: int, units: int, sums: int) -> None:
+    """Round the ``count`` numbers of a row to 16 bits.
+
+    Write integers, the unit of each group, and the sum of each block.
+    """
+    size = BLOCK * _GROUP
+    for first in range(0, count, size):
+        end = min(first + size, count)
+        # Bits without the sign are in the order of the numbers; those of NaN are the largest.
+        largest = np.uint32(0)
+        for i in range(first, end):
+            largest = max(largest, _view(x, np.uint32)[i] & np.uint32(0x7FFFFFFF))
+        _view(units, np.uint32)[first // size] = largest
+        unit = _view(units, np.float32)[first // size]
+        inverse = np.float32(32767) / unit if unit > np.float32(1e-30) else np.float32(0)
+        unit *= np.float32(1 / 32767)
+        _view(units, np.float32)[first // size] = unit
+        for block in range(first, end, BLOCK):
+            total = np.int32(0)
+            for i in range(block, block + BLOCK):
+                integer = np.int32(np.rint(_view(x, np.float32)[i] * inverse))
+                _view(q, np.int16)[i] = integer
+                total += integer
+            _view(sums, np.float32)[block // BLOCK] = unit * np.float32(total)
+
+
+@_compiled
 def _share(frame_address: int, task: int) -> int:
     """Let ``task`` compute the outputs of a product in parts; return XLA's error, or 0."""
     # 1) Copy where the arrays are: XLA's frame ends when this returns, and threads may go on.
+    # Round x into memory after that.
     frame = _words(frame_address)
-    address = _call_c(_function("malloc"), _CALL_BYTES)
+    x, rows, inputs = _array(frame_address, 2)
+    numbers = rows * inputs
+    address = _call_c(_function("malloc"), _CALL_BYTES + 64 + 4 * numbers)
     call = _words(address)
-    for index in range(5):
+    for index in range(3):
         for place, number in enumerate(_array(frame_address, index)):
             call[_ARRAYS + 3 * index + place] = number
+    call[_Q] = (address + _CALL_BYTES + 63) // 64 * 64
+    call[_UNITS] = call[_Q] + 2 * numbers
+    call[_SUMS] = call[_UNITS] + numbers // BLOCK * 4
+    groups = (inputs - 1) // (BLOCK * _GROUP) + 1
+    for row in range(rows):
+        q = call[_Q] + 2 * row * inputs
+        units = call[_UNITS] + 4 * row * groups
+        _round(x + 4 * row * inputs, inputs, q, units, call[_SUMS] + row * inputs // BLOCK * 4)
 
     # 2) About eight parts for each thread, of whole panels.
     struct_address = address + 8 * _STRUCT
@@ -520,18 +564,14 @@ def _handlers(kind: int, task: str) -> tuple[Any, Any, Any]:
     num_blocks, num_bytes, _, _ = _ORDER[kind]
 
     def multiply(address: int) -> int:
-        # Each array has an address and two sizes: the result, weights, q, units, and sums.
-        arrays = _words(address + 8 * _ARRAYS)
-        out = arrays[0]
-        rows = arrays[1]
-        outputs = arrays[2]
-        weights = arrays[3]
-        row_bytes = arrays[5]
-        q = arrays[6]
-        units = arrays[9]
-        groups = arrays[11]
-        sums = arrays[12]
+        call = _words(address)
+        out = call[_ARRAYS]
+        rows = call[_ARRAYS + 1]
+        outputs = call[_ARRAYS + 2]
+        weights = call[_ARRAYS + 3]
+        row_bytes = call[_ARRAYS + 5]
         count = row_bytes // num_bytes * num_blocks
+        groups = (count - 1) // _GROUP + 1
         while True:
             begin, end = _take_part(address)
             if begin >= end:
@@ -540,9 +580,9 @@ def _handlers(kind: int, task: str) -> tuple[Any, Any, Any]:
                 last = min(first + _PANEL, end)
                 row = 0
                 while row < rows:
-                    xq = q + 2 * BLOCK * _GROUP * row * groups
-                    xu = units + 4 * row * groups
-                    xs = sums + 4 * _GROUP * row * groups
+                    xq = call[_Q] + 2 * BLOCK * row * count
+                    xu = call[_UNITS] + 4 * row * groups
+                    xs = call[_SUMS] + 4 * row * count
                     left = rows - row
                     tile = 1
                     if left >= 8:
@@ -601,26 +641,8 @@ def product(
     """Compute ``x @ weights.T`` in float32, for weights of a format of ``FORMATS``."""
     register(kind)
     shape = jax.ShapeDtypeStruct((len(x), len(weights)), jnp.float32)
-    return jax.ffi.ffi_call(f"jllama_product_{kind}", shape)(weights, *round_rows(x))
-
-
-def round_rows(
-    x: Float[Array, "rows inputs"],
-) -> tuple[Int16[Array, "rows padded"], Float[Array, "rows groups"], Float[Array, "rows blocks"]]:
-    """Round x to 16 bits: integers, the unit of each group, and the sum of each block.
-
-    Rows are filled up with zeros to whole groups.
-    """
-    size = BLOCK * _GROUP
-    padded = jnp.pad(x.astype(jnp.float32), [(0, 0), (0, -x.shape[1] % size)])
-    groups = padded.reshape(len(x), -1, size)
-    largest = jnp.max(jnp.abs(groups), axis=2, keepdims=True)
-    inverse = jnp.where(largest > 1e-30, 32767 / largest, 0)
-    integers = jnp.round(groups * inverse).astype(jnp.int16)
-    units = largest * np.float32(1 / 32767)
-    blocks = integers.reshape(len(x), -1, _GROUP, BLOCK)
-    sums = units * jnp.sum(blocks, axis=3, dtype=jnp.int32).astype(jnp.float32)
-    return integers.reshape(padded.shape), units[..., 0], sums.reshape(len(x), -1)
+    call = jax.ffi.ffi_call(f"jllama_product_{kind}", shape)
+    return call(weights, x.astype(jnp.float32))
 
 
 def unpack(kind: str, weights: UInt8[Array, "*lead bytes"]) -> Float[Array, "*lead inputs"]:
