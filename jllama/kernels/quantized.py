@@ -46,6 +46,11 @@ def _can_cache() -> bool:
 _CAN_CACHE = _can_cache()
 _compiled: Any = numba.njit(cache=_CAN_CACHE, error_model="numpy")
 _GROUP = 8  # blocks of a row of x with one unit
+# A group of x: its integers, its unit, and the sums of its blocks.
+_UNIT = 2 * BLOCK * _GROUP
+_SUMS = _UNIT + 4
+_GROUP_BYTES = _UNIT + 64
+_TILES = (8, 4, 1)  # rows of x that are multiplied together
 _PANEL = 16  # outputs that are multiplied by all rows of x before the next ones
 _AHEAD = 4096  # bytes before their use weights are asked for
 
@@ -206,9 +211,8 @@ FORMATS = {
     "Q6_K": _Format(8, 210, _q6_k),
 }
 """The formats by name, GGML's types among them."""
-_ORDER = list(FORMATS.values())
 
-# 3) The inner loops. Addresses are integers; ``kind`` and ``rows`` are constants.
+# 3) The inner loops. Addresses are integers; ``kind`` is a constant.
 
 
 def _fetch(build: Any, address: Value, num_bytes: int) -> None:
@@ -241,77 +245,82 @@ def _add_product(build: Any, total: Value, x: Value, y: Value) -> None:
     build.store(_call(build, name, before.type, x, y, before), total)
 
 
-@_intrinsic
-def _dot(
-    context: Any,
-    kind: Any,
-    rows: Any,
-    weights: Any,
-    count: Any,
-    q: Any,
-    units: Any,
-    sums: Any,
-    out: Any,
-    stride: Any,
-) -> Any:
+def _multiply_tile(
+    build: Any,
+    format_: _Format,
+    num_rows: int,
+    weights: Value,
+    count: Value,
+    x: Value,
+    out: Value,
+    stride: Value,
+) -> None:
     """Multiply the ``count`` blocks of one output by some rows of x; write to ``out`` floats."""
-    if not isinstance(kind, types.IntegerLiteral):
+    zeros = _vector(_F32, [0.0] * _LANES)
+    totals = [cgutils.alloca_once_value(build, zeros) for _ in range(num_rows)]
+    parts = [cgutils.alloca_once_value(build, zeros) for _ in range(num_rows)]
+    minima = [cgutils.alloca_once_value(build, _F32(0.0)) for _ in range(num_rows)]
+    per_group = _I64(_GROUP // format_.num_blocks)
+    stored = build.sdiv(count, _I64(format_.num_blocks))
+    groups = build.sdiv(build.add(count, _I64(_GROUP - 1)), _I64(_GROUP))
+    with cgutils.for_range(build, groups) as group:
+        x_groups = []
+        for row in range(num_rows):
+            place = build.add(group.index, build.mul(groups, _I64(row)))
+            x_groups.append(_element(build, x, place, _GROUP_BYTES))
+        first = build.mul(group.index, per_group)
+        rest = build.sub(stored, first)
+        is_last = build.icmp_signed("<", rest, per_group)
+        with cgutils.for_range(build, build.select(is_last, rest, per_group)) as loop:
+            index = build.add(first, loop.index)
+            address = _element(build, weights, index, format_.num_bytes)
+            _fetch(build, address, format_.num_bytes)
+            number = build.mul(loop.index, _I64(format_.num_blocks))
+            for within in range(format_.num_blocks):
+                block = format_.unpack(build, address, within)
+                for row, x_group in enumerate(x_groups):
+                    integers = _element(build, x_group, number, 2 * BLOCK)
+                    products = _products(build, block.halves, integers, 2 * BLOCK * within)
+                    _add_product(build, parts[row], products, block.scale)
+                    if format_.has_minimum:
+                        sums = _element(build, x_group, number, 4)
+                        x_sum = _load(build, _F32, sums, _SUMS + 4 * within)
+                        _add_product(build, minima[row], block.minimum, x_sum)
+        for row, x_group in enumerate(x_groups):
+            unit = _splat(build, _load(build, _F32, x_group, _UNIT))
+            _add_product(build, totals[row], build.load(parts[row]), unit)
+            build.store(zeros, parts[row])
+    for row in range(num_rows):
+        total = build.load(totals[row])
+        for size in (4, 2, 1):
+            halves = (_pick(build, total, range(i, i + size)) for i in (0, size))
+            total = build.fadd(*halves)
+        total = build.extract_element(total, _I32(0))
+        total = build.fsub(total, build.load(minima[row]))
+        _store(build, total, _element(build, out, build.mul(stride, _I64(row)), 4))
+
+
+@_intrinsic
+def _dot(context: Any, kind: Any, numbers: Any) -> Any:
+    """Call ``_multiply_tile`` for a number of rows, one of ``_TILES``."""
+    if not isinstance(kind, types.StringLiteral):
         return None
-    format_ = _ORDER[kind.literal_value]
-    num_rows = rows.literal_value
 
     def generate(context: Any, build: Any, signature: Any, arguments: Any) -> None:
-        weights, count, q, units, sums, out, stride = arguments[2:]
-        zeros = _vector(_F32, [0.0] * _LANES)
-        totals = [cgutils.alloca_once_value(build, zeros) for _ in range(num_rows)]
-        parts = [cgutils.alloca_once_value(build, zeros) for _ in range(num_rows)]
-        minima = [cgutils.alloca_once_value(build, _F32(0.0)) for _ in range(num_rows)]
-        per_group = _I64(_GROUP // format_.num_blocks)
-        stored = build.sdiv(count, _I64(format_.num_blocks))
-        groups = build.sdiv(build.add(count, _I64(_GROUP - 1)), _I64(_GROUP))
-        with cgutils.for_range(build, groups) as group:
-            first = build.mul(group.index, per_group)
-            rest = build.sub(stored, first)
-            is_last = build.icmp_signed("<", rest, per_group)
-            with cgutils.for_range(build, build.select(is_last, rest, per_group)) as loop:
-                index = build.add(first, loop.index)
-                address = _element(build, weights, index, format_.num_bytes)
-                _fetch(build, address, format_.num_bytes)
-                for within in range(format_.num_blocks):
-                    block = format_.unpack(build, address, within)
-                    number = build.mul(index, _I64(format_.num_blocks))
-                    for row in range(num_rows):
-                        place = build.add(number, build.mul(count, _I64(row)))
-                        x = _element(build, q, place, 2 * BLOCK)
-                        products = _products(build, block.halves, x, 2 * BLOCK * within)
-                        _add_product(build, parts[row], products, block.scale)
-                        if format_.has_minimum:
-                            sum_address = _element(build, sums, place, 4)
-                            x_sum = _load(build, _F32, sum_address, 4 * within)
-                            _add_product(build, minima[row], block.minimum, x_sum)
-            for row in range(num_rows):
-                place = build.add(group.index, build.mul(groups, _I64(row)))
-                unit = _splat(build, _load(build, _F32, _element(build, units, place, 4)))
-                _add_product(build, totals[row], build.load(parts[row]), unit)
-                build.store(zeros, parts[row])
-        for row in range(num_rows):
-            total = build.load(totals[row])
-            for size in (4, 2, 1):
-                halves = (_pick(build, total, range(i, i + size)) for i in (0, size))
-                total = build.fadd(*halves)
-            total = build.extract_element(total, _I32(0))
-            total = build.fsub(total, build.load(minima[row]))
-            _store(build, total, _element(build, out, build.mul(stride, _I64(row)), 4))
+        rows, *others = cgutils.unpack_tuple(build, arguments[1])
+        for num_rows in _TILES:
+            with build.if_then(build.icmp_signed("==", rows, _I64(num_rows))):
+                _multiply_tile(build, FORMATS[kind.literal_value], num_rows, *others)
 
-    return types.void(kind, rows, *[types.int64] * 7), generate
+    return types.void(kind, numbers), generate
 
 
 @_intrinsic
 def _unpack(context: Any, kind: Any, weights: Any, count: Any, out: Any) -> Any:
     """Write the weights of ``count`` blocks as floats."""
-    if not isinstance(kind, types.IntegerLiteral):
+    if not isinstance(kind, types.StringLiteral):
         return None
-    format_ = _ORDER[kind.literal_value]
+    format_ = FORMATS[kind.literal_value]
 
     def generate(context: Any, build: Any, signature: Any, arguments: Any) -> None:
         weights, count, out = arguments[1:]
@@ -402,14 +411,11 @@ _NEXT = 0  # the first output of the next part
 _READY = 1  # how many outputs are computed
 _THREADS = 2  # that may use this memory
 _STEP = 3  # outputs of a part
-_SIZE = 4  # all outputs
-_TELL = 5  # the function that tells XLA, and its struct
-_STRUCT = 9  # for other functions of XLA
-_ARRAYS = 14  # the address and two sizes of the result, of the weights and of x
-_Q = 23  # x in 16 bits
-_UNITS = 24
-_SUMS = 25
-_CALL_BYTES = 8 * 26
+_TELL = 4  # the function that tells XLA, and its struct
+_STRUCT = 8  # for other functions of XLA
+_ARRAYS = 13  # the address and two sizes of the result, of the weights and of x
+_X = 22  # the address of x in 16 bits, and the bytes of a row
+_CALL_BYTES = 8 * 24
 _STRUCT_BYTES = 40  # XLA accepts structs that are longer than its own
 _PART_BYTES = 1 << 15  # of weights, at least: to share fewer costs more time than it saves
 
@@ -442,30 +448,27 @@ def _array(frame: int, index: int) -> tuple[int, int, int]:
 
 
 @_compiled
-def _round(x: int, count: int, q: int, units: int, sums: int) -> None:
-    """Round the ``count`` numbers of a row to 16 bits.
-
-    Write integers, the unit of each group, and the sum of each block.
-    """
-    size = BLOCK * _GROUP
-    for first in range(0, count, size):
-        end = min(first + size, count)
+def _round(x: int, count: int, group: int) -> None:
+    """Round the ``count`` numbers of a row to 16 bits, and write its groups."""
+    numbers = _view(x, np.float32)
+    for first in range(0, count, BLOCK * _GROUP):
+        end = min(first + BLOCK * _GROUP, count)
         # Bits without the sign are in the order of the numbers; those of NaN are the largest.
-        largest = np.uint32(0)
+        largest = 0
         for i in range(first, end):
-            largest = max(largest, _view(x, np.uint32)[i] & np.uint32(0x7FFFFFFF))
-        _view(units, np.uint32)[first // size] = largest
-        unit = _view(units, np.float32)[first // size]
+            largest = max(largest, _view(x, np.int32)[i] & 0x7FFFFFFF)
+        unit = np.int32(largest).view(np.float32)
         inverse = np.float32(32767) / unit if unit > np.float32(1e-30) else np.float32(0)
         unit *= np.float32(1 / 32767)
-        _view(units, np.float32)[first // size] = unit
+        _view(group + _UNIT, np.float32)[0] = unit
         for block in range(first, end, BLOCK):
             total = np.int32(0)
             for i in range(block, block + BLOCK):
-                integer = np.int32(np.rint(_view(x, np.float32)[i] * inverse))
-                _view(q, np.int16)[i] = integer
+                integer = np.int32(np.rint(numbers[i] * inverse))
+                _view(group, np.int16)[i - first] = integer
                 total += integer
-            _view(sums, np.float32)[block // BLOCK] = unit * np.float32(total)
+            _view(group + _SUMS, np.float32)[(block - first) // BLOCK] = unit * np.float32(total)
+        group += _GROUP_BYTES
 
 
 @_compiled
@@ -475,20 +478,16 @@ def _share(frame_address: int, task: int) -> int:
     # Round x into memory after that.
     frame = _words(frame_address)
     x, rows, inputs = _array(frame_address, 2)
-    numbers = rows * inputs
-    address = _call_c(_function("malloc"), _CALL_BYTES + 64 + 4 * numbers)
+    x_bytes = ((inputs - 1) // (BLOCK * _GROUP) + 1) * _GROUP_BYTES
+    address = _call_c(_function("malloc"), _CALL_BYTES + 64 + rows * x_bytes)
     call = _words(address)
     for index in range(3):
         for place, number in enumerate(_array(frame_address, index)):
             call[_ARRAYS + 3 * index + place] = number
-    call[_Q] = (address + _CALL_BYTES + 63) // 64 * 64
-    call[_UNITS] = call[_Q] + 2 * numbers
-    call[_SUMS] = call[_UNITS] + numbers // BLOCK * 4
-    groups = (inputs - 1) // (BLOCK * _GROUP) + 1
+    call[_X] = (address + _CALL_BYTES + 63) // 64 * 64
+    call[_X + 1] = x_bytes
     for row in range(rows):
-        q = call[_Q] + 2 * row * inputs
-        units = call[_UNITS] + 4 * row * groups
-        _round(x + 4 * row * inputs, inputs, q, units, call[_SUMS] + row * inputs // BLOCK * 4)
+        _round(x + 4 * row * inputs, inputs, call[_X] + row * x_bytes)
 
     # 2) About eight parts for each thread, of whole panels.
     struct_address = address + 8 * _STRUCT
@@ -503,7 +502,6 @@ def _share(frame_address: int, task: int) -> int:
     call[_STEP] = (outputs // _PANEL + 1) * _PANEL
     threads = min(call[_THREADS], (size - 1) // call[_STEP] + 1)
     call[_THREADS] = threads
-    call[_SIZE] = size
     call[_NEXT] = call[_READY] = 0
 
     # 3) What XLA waits for.
@@ -526,30 +524,6 @@ def _share(frame_address: int, task: int) -> int:
     return _call_c(task, address)
 
 
-@_compiled
-def _take_part(address: int) -> tuple[int, int]:
-    """Return the first output of a part, and the end, which is not after it if none is left."""
-    call = _words(address)
-    begin = _add(call, _NEXT, call[_STEP])
-    return begin, min(begin + call[_STEP], call[_SIZE])
-
-
-@_compiled
-def _end_part(address: int, count: int) -> None:
-    """Tell XLA if these were the last outputs."""
-    call = _words(address)
-    if _add(call, _READY, count) + count == call[_SIZE]:
-        _call_c(call[_TELL], address + 8 * (_TELL + 1))
-
-
-@_compiled
-def _leave(address: int) -> int:
-    """Free a call's memory if this was the last thread that may use it."""
-    if _add(_words(address), _THREADS, -1) == 1:
-        _call_c(_function("free"), address)
-    return 0
-
-
 # 5) What XLA calls.
 
 
@@ -559,9 +533,10 @@ def _compile_c(function: Any, suffix: str) -> Any:
     return numba.cfunc(types.int64(types.int64), cache=_CAN_CACHE)(function)
 
 
-def _handlers(kind: int, task: str) -> tuple[Any, Any, Any]:
+def _handlers(kind: str) -> tuple[Any, Any, Any]:
     """Return what XLA calls for ``product`` and for ``unpack``, and the task of its threads."""
-    num_blocks, num_bytes, _, _ = _ORDER[kind]
+    num_blocks, num_bytes, _, _ = FORMATS[kind]
+    task = f"jllama_multiply_{kind}"
 
     def multiply(address: int) -> int:
         call = _words(address)
@@ -571,35 +546,30 @@ def _handlers(kind: int, task: str) -> tuple[Any, Any, Any]:
         weights = call[_ARRAYS + 3]
         row_bytes = call[_ARRAYS + 5]
         count = row_bytes // num_bytes * num_blocks
-        groups = (count - 1) // _GROUP + 1
         while True:
-            begin, end = _take_part(address)
+            # Take the next part, if there is one.
+            begin = _add(call, _NEXT, call[_STEP])
+            end = min(begin + call[_STEP], outputs)
             if begin >= end:
-                return _leave(address)
+                break
             for first in range(begin, end, _PANEL):
                 last = min(first + _PANEL, end)
                 row = 0
-                while row < rows:
-                    xq = call[_Q] + 2 * BLOCK * row * count
-                    xu = call[_UNITS] + 4 * row * groups
-                    xs = call[_SUMS] + 4 * row * count
-                    left = rows - row
-                    tile = 1
-                    if left >= 8:
-                        tile = 8
-                    elif left >= 4:
-                        tile = 4
-                    for output in range(first, last):
-                        w = weights + output * row_bytes
-                        y = out + 4 * (row * outputs + output)
-                        if tile == 8:
-                            _dot(kind, 8, w, count, xq, xu, xs, y, outputs)
-                        elif tile == 4:
-                            _dot(kind, 4, w, count, xq, xu, xs, y, outputs)
-                        else:
-                            _dot(kind, 1, w, count, xq, xu, xs, y, outputs)
-                    row += tile
-            _end_part(address, end - begin)
+                for tile in _TILES:
+                    while rows - row >= tile:
+                        x = call[_X] + row * call[_X + 1]
+                        for output in range(first, last):
+                            w = weights + output * row_bytes
+                            y = out + 4 * (row * outputs + output)
+                            _dot(kind, (tile, w, count, x, y, outputs))
+                        row += tile
+            # Tell XLA if these were the last outputs.
+            if _add(call, _READY, end - begin) == outputs - (end - begin):
+                _call_c(call[_TELL], address + 8 * (_TELL + 1))
+        # The last thread that may use this memory frees it.
+        if _add(call, _THREADS, -1) == 1:
+            _call_c(_function("free"), address)
+        return 0
 
     multiply_task = _compile_c(multiply, task)
     llvm.add_symbol(task, multiply_task.address)
@@ -626,7 +596,7 @@ def register(kind: str) -> Any:
     capsule = ctypes.pythonapi.PyCapsule_New
     capsule.restype = ctypes.py_object
     capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-    functions = _handlers(list(FORMATS).index(kind), f"jllama_multiply_{kind}")
+    functions = _handlers(kind)
     for name, handler in zip(("product", "unpack"), functions[:2], strict=True):
         target = capsule(handler.address, None, None)
         jax.ffi.register_ffi_target(f"jllama_{name}_{kind}", target, platform="cpu")
