@@ -31,7 +31,7 @@ from numba.core import cgutils
 
 BLOCK = 32
 """Weights with one scale."""
-_HALF = 16  # of 16 bits: a vector of 256, since any of 512 slows others down on Intel's
+_HALF = 16  # integers in a vector of 256 bits; those of 512 slow Intel's processors down
 
 
 def _can_cache() -> bool:
@@ -44,9 +44,9 @@ def _can_cache() -> bool:
 
 
 _CAN_CACHE = _can_cache()
-_compiled: Any = numba.njit(cache=_CAN_CACHE, error_model="numpy")
+_compiled: Any = numba.njit(cache=_CAN_CACHE, error_model="numpy")  # C has no exceptions
 _GROUP = 8  # blocks of a row of x with one unit
-# A group of x: its integers, its unit, and the sums of its blocks.
+# A group of x, in bytes: its integers, its unit, the sums of its blocks; whole cache lines.
 _UNIT = 2 * BLOCK * _GROUP
 _SUMS = _UNIT + 4
 _GROUP_BYTES = _UNIT + 64
@@ -131,7 +131,7 @@ class _Format(NamedTuple):
 def _bytes(
     build: Any, address: Value, offset: int, count: int = _HALF, name: str = "zext"
 ) -> Value:
-    """Load bytes, without signs or by "sext" with them, as integers of 16 bits."""
+    """Load bytes as integers of 16 bits: without signs, or with them (``sext``)."""
     return _wide(build, getattr(build, name), _load(build, _I8, address, offset, count))
 
 
@@ -166,7 +166,7 @@ def _q4_0(build: Any, address: Value, index: int) -> _Block:
 
 
 def _q4_k(build: Any, address: Value, index: int) -> _Block:
-    # Two numbers, 12 bytes of scales and minima in six bits, and nibbles of two blocks together.
+    # Two float16, 12 bytes of scales and minima in six bits, and nibbles of two blocks together.
     packed = 16 + 32 * (index // 2)
     halves = []
     for first in (0, _HALF):
@@ -216,7 +216,7 @@ FORMATS = {
 
 
 def _fetch(build: Any, address: Value, num_bytes: int) -> None:
-    """Ask for the bytes that are used after the next 2,048."""
+    """Ask for the bytes that are used after the next ``_AHEAD``."""
     for offset in range(_AHEAD, _AHEAD + num_bytes, 64):
         pointer = _at(build, _I8, address, offset, 0)
         options = _I32(0), _I32(3), _I32(1)  # to read, into all caches, as data
@@ -302,7 +302,7 @@ def _multiply_tile(
 
 @_intrinsic
 def _dot(context: Any, kind: Any, numbers: Any) -> Any:
-    """Call ``_multiply_tile`` for a number of rows, one of ``_TILES``."""
+    """Call ``_multiply_tile``: ``numbers`` are the rows, one of ``_TILES``, and its others."""
     if not isinstance(kind, types.StringLiteral):
         return None
 
@@ -413,9 +413,9 @@ _THREADS = 2  # that may use this memory
 _STEP = 3  # outputs of a part
 _TELL = 4  # the function that tells XLA, and its struct
 _STRUCT = 8  # for other functions of XLA
-_ARRAYS = 13  # the address and two sizes of the result, of the weights and of x
-_X = 22  # the address of x in 16 bits, and the bytes of a row
-_CALL_BYTES = 8 * 24
+_ARRAYS = 13  # the address and two sizes of the result and of the weights
+_X = 19  # the address of x in 16 bits, and the bytes of a row
+_CALL_BYTES = 8 * 21
 _STRUCT_BYTES = 40  # XLA accepts structs that are longer than its own
 _PART_BYTES = 1 << 15  # of weights, at least: to share fewer costs more time than it saves
 
@@ -458,11 +458,12 @@ def _round(x: int, count: int, group: int) -> None:
         for i in range(first, end):
             largest = max(largest, _view(x, np.int32)[i] & 0x7FFFFFFF)
         unit = np.int32(largest).view(np.float32)
+        # Smaller numbers count as 0. What is not finite has any integer: its unit makes it NaN.
         inverse = np.float32(32767) / unit if unit > np.float32(1e-30) else np.float32(0)
         unit *= np.float32(1 / 32767)
         _view(group + _UNIT, np.float32)[0] = unit
         for block in range(first, end, BLOCK):
-            total = np.int32(0)
+            total = 0
             for i in range(block, block + BLOCK):
                 integer = np.int32(np.rint(numbers[i] * inverse))
                 _view(group, np.int16)[i - first] = integer
@@ -473,15 +474,15 @@ def _round(x: int, count: int, group: int) -> None:
 
 @_compiled
 def _share(frame_address: int, task: int) -> int:
-    """Let ``task`` compute the outputs of a product in parts; return XLA's error, or 0."""
+    """Round x, and let ``task`` compute the outputs in parts; return XLA's error, or 0."""
     # 1) Copy where the arrays are: XLA's frame ends when this returns, and threads may go on.
-    # Round x into memory after that.
+    # Round x into the memory behind that.
     frame = _words(frame_address)
     x, rows, inputs = _array(frame_address, 2)
     x_bytes = ((inputs - 1) // (BLOCK * _GROUP) + 1) * _GROUP_BYTES
     address = _call_c(_function("malloc"), _CALL_BYTES + 64 + rows * x_bytes)
     call = _words(address)
-    for index in range(3):
+    for index in range(2):
         for place, number in enumerate(_array(frame_address, index)):
             call[_ARRAYS + 3 * index + place] = number
     call[_X] = (address + _CALL_BYTES + 63) // 64 * 64

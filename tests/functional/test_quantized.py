@@ -67,6 +67,37 @@ def test_the_error_is_that_of_rounding_x(kind, outputs, inputs):
     assert (np.abs(actual - x.astype(np.float64) @ expected.T) <= limit).all()
 
 
+def test_x_is_rounded_as_numpy_does():
+    """Bit by bit, in whole groups and in one that is not: the weights are the identity's."""
+    inputs = 288
+    x = drawn(11, inputs)
+    x[0] = np.arange(inputs) % 64 + 0.5  # halves between two integers
+    x[0, [0, 256]] = -32767
+    x[1, [3, 270]] = -np.finfo(np.float32).max
+    x[2] *= np.float32(1e-31) / np.abs(x[2]).max()
+    x[3] *= np.float32(2e-30) / np.abs(x[3]).max()
+    x[4, 256:] = np.float32(-1e-42)
+    x[5, 256:] = -0.0
+    x[6, 280] = -np.nan
+    x[7, [5, 280]] = -np.inf
+    x[8, [5, 6]] = np.inf, np.nan
+    expected = []
+    for group in (x[:, :256], x[:, 256:]):
+        largest = np.abs(group).max(axis=1, keepdims=True)
+        with np.errstate(all="ignore"):
+            inverse = np.where(largest > 1e-30, np.float32(32767) / largest, np.float32(0))
+            expected.append(np.rint(group * inverse) * (largest * np.float32(1 / 32767)))
+    expected = np.concatenate(expected, axis=1)
+    expected[6:9] = np.nan  # a sum has all of a row
+    actual = product("int8", x, np.eye(inputs, dtype=np.int8))
+    assert np.array_equal(actual, expected, equal_nan=True)
+    assert product("int8", x[:0], np.eye(inputs, dtype=np.int8)).shape == (0, inputs)
+    narrow = jnp.asarray(x[9:], jnp.bfloat16)
+    wide = np.asarray(narrow.astype(jnp.float32))
+    identity = np.eye(inputs, dtype=np.int8)
+    assert np.array_equal(product("int8", narrow, identity), product("int8", wide, identity))
+
+
 @pytest.mark.parametrize("kind", KERNELS)
 def test_a_row_has_the_same_bits_in_any_company(kind):
     """Alone, among others, and in another place."""
