@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -393,6 +394,9 @@ def test_an_error_in_a_thread_ends_the_others():
 
     def action(item):
         calls.append(item)
+        time.sleep(
+            0.01
+        )  # as an answer of a server; at once, all would fail before the first is seen
         raise JllamaError("no")
 
     with pytest.raises(JllamaError, match="no"):
