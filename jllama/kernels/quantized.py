@@ -302,7 +302,7 @@ def _multiply_tile(
 
 @_intrinsic
 def _dot(context: Any, kind: Any, numbers: Any) -> Any:
-    """Call ``_multiply_tile``: ``numbers`` are the rows, one of ``_TILES``, and its others."""
+    """Call ``_multiply_tile`` with ``numbers``: how many rows, one of ``_TILES``, and the rest."""
     if not isinstance(kind, types.StringLiteral):
         return None
 
