@@ -189,7 +189,8 @@ def test_ctrl_c_ends_the_processes_of_rewards(folder):
 def test_the_demonstration_learns_from_rewards_alone(tmp_path):
     """As docs/rewards.md has it, in fewer steps: from under 40 % right to over 80 %, held out."""
     assert cli.run("data", ["sums", str(tmp_path / "my_sums")]) == 0
-    fewer = ["--training.steps", "900", "--training.eval_every", "900"]
+    # After 900 steps the rewards of an Intel Xeon stay at 0.75 to 0.8; after 1,200 they reach 0.92.
+    fewer = ["--training.steps", "1200", "--training.eval_every", "1200"]
     finish(start(tmp_path, "sums", *fewer))
     finish(start(tmp_path, "grpo", "--training.steps", "160", "--training.eval_every", "160"))
     run = tmp_path / "runs" / "grpo"
