@@ -89,12 +89,11 @@ def test_x_is_rounded_as_numpy_does():
             expected.append(np.rint(group * inverse) * (largest * np.float32(1 / 32767)))
     expected = np.concatenate(expected, axis=1)
     expected[6:9] = np.nan  # a sum has all of a row
-    actual = product("int8", x, np.eye(inputs, dtype=np.int8))
-    assert np.array_equal(actual, expected, equal_nan=True)
-    assert product("int8", x[:0], np.eye(inputs, dtype=np.int8)).shape == (0, inputs)
+    identity = np.eye(inputs, dtype=np.int8)
+    assert np.array_equal(product("int8", x, identity), expected, equal_nan=True)
+    assert product("int8", x[:0], identity).shape == (0, inputs)
     narrow = jnp.asarray(x[9:], jnp.bfloat16)
     wide = np.asarray(narrow.astype(jnp.float32))
-    identity = np.eye(inputs, dtype=np.int8)
     assert np.array_equal(product("int8", narrow, identity), product("int8", wide, identity))
 
 

@@ -394,9 +394,8 @@ def test_an_error_in_a_thread_ends_the_others():
 
     def action(item):
         calls.append(item)
-        time.sleep(
-            0.01
-        )  # as an answer of a server; at once, all would fail before the first is seen
+        # A server's answer takes time; without it, all could fail before the first is seen.
+        time.sleep(0.01)
         raise JllamaError("no")
 
     with pytest.raises(JllamaError, match="no"):
