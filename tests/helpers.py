@@ -215,13 +215,23 @@ def half_split_from_interleaved(x: np.ndarray) -> np.ndarray:
     return np.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
 
 
+def pretend_devices(count):
+    """Return the variables of a process with so many CPU devices.
+
+    XLA has a thread for each of them, but a device may wait in two collectives at a time. With all
+    threads in one of the two, the device that both lack finds none, and XLA aborts after 40 s. So
+    there are more threads.
+    """
+    return {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={count}",
+    } | ({"NPROC": "64"} if count > 1 else {})
+
+
 def run_on_eight_devices(script):
     """Run a script of ``tests`` with eight (pretended) devices; return its report and stderr."""
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(TESTS.parent),  # this jllama, not one that is installed
-        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8",
-    }
+    # This jllama, not one that is installed.
+    environment = os.environ | pretend_devices(8) | {"PYTHONPATH": str(TESTS.parent)}
     done = subprocess.run(
         [sys.executable, TESTS / script],
         env=environment,

@@ -80,7 +80,10 @@ def _is_interactive() -> bool:
 
 
 def exit_now(text: str, exit_code: int) -> NoReturn:
-    """Print a last line and end the process at once."""
+    """Print a last line, after which other threads print nothing, and end the process at once."""
+    with contextlib.suppress(Exception):  # it may be closed
+        sys.stderr = os.fdopen(os.dup(sys.stderr.fileno()), "w")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     _print_line(text)
     os._exit(exit_code)
 

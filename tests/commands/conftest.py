@@ -17,7 +17,7 @@ import helpers
 import orbax.checkpoint as ocp
 import pytest
 import yaml
-from helpers import assert_same_bits
+from helpers import assert_same_bits, pretend_devices
 
 import jllama
 from jllama.commands import cli
@@ -93,17 +93,13 @@ def workshop(tmp_path_factory):
         if not (folder / "small.yaml").exists():
             write_corpus(folder / "corpus.txt")
             (folder / "small.yaml").write_text(SETTINGS + yaml.safe_dump({"data": data}))
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JLLAMA_CACHE_GIB": "",  # the usual limit
-    }
+    environment = os.environ | {"JLLAMA_CACHE_GIB": ""}  # the usual limit
 
     def start(*arguments, devices=1, **variables):
-        flags = f"{environment['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
         return subprocess.Popen(
             [sys.executable, *map(str, arguments)],
             cwd=ROOT,
-            env=environment | {"XLA_FLAGS": flags} | variables,
+            env=environment | pretend_devices(devices) | variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -104,3 +104,21 @@ def test_all_is_as_before_afterwards_and_other_threads_are_left_alone():
     thread.join()
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
     assert Stopped("", signal.SIGINT).exit_code == 130
+
+
+LAST = """
+import os
+from jllama.system.stop import exit_now
+original = os._exit
+def late(exit_code):
+    os.write(2, b"what a thread of C++ has to say\\n")
+    original(exit_code)
+os._exit = late
+exit_now("the end", 7)
+"""
+
+
+def test_a_last_line_is_the_last():
+    """Another thread may write in the moment before the process ends."""
+    done = subprocess.run([sys.executable, "-c", LAST], capture_output=True, text=True, check=False)
+    assert (done.stderr, done.returncode) == ("the end\n", 7)

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 import tuning
-from helpers import slow_but
+from helpers import pretend_devices, slow_but
 from helpers_torch import their_losses, their_tuning
 from models import FAMILIES, family_weights
 from tuning import CONFIG, KINDS, ONE_DEVICE, STEPS, WEIGHTS, apart, begun, compiled, packed
@@ -69,11 +69,8 @@ def test_so_they_are_with_the_loss_in_chunks(kind, monkeypatch):
 
 @pytest.mark.slow
 def test_so_they_are_on_eight_devices():
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join(map(str, SCRIPT.parents[:2])),
-        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8",
-    }
+    path = os.pathsep.join(map(str, SCRIPT.parents[:2]))
+    environment = os.environ | pretend_devices(8) | {"PYTHONPATH": path}
     done = subprocess.run(
         [sys.executable, SCRIPT], env=environment, capture_output=True, text=True, timeout=1800
     )
