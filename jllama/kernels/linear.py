@@ -103,16 +103,20 @@ class DecodeMatrix:
         and for int8 if the tokens are few. Without one, ``int8.split_product`` adds an error of at
         most ``max(abs(x)) / 64516`` to few tokens.
         """
-        if self.is_blocks:
-            return _kernel_product(self.kernel, x, self.values).astype(dtype)
         is_few = len(x) <= _MAX_FEW
+        on_cpu = split_product
+        if self.kernel:
+            from jllama.kernels import quantized  # brings numba
+
+            on_cpu = functools.partial(quantized.product, self.kernel)
+        if self.is_blocks:
+            return on_cpu(x, self.values).astype(dtype)
         if self.scale is None:
             product = functools.partial(_product, dtype=dtype)
             on_cpu = functools.partial(_product_from_left, dtype=dtype) if is_few else product
             return jax.lax.platform_dependent(x, self.values, cpu=on_cpu, default=product)
-        on_cpu = split_product if is_few else _late_product
-        if self.kernel and is_few:
-            on_cpu = functools.partial(_kernel_product, self.kernel)
+        if not is_few:
+            on_cpu = _late_product
         product = jax.lax.platform_dependent(x, self.values, cpu=on_cpu, default=_product)
         return (product * self.scale.astype(product.dtype)).astype(dtype)
 
@@ -156,12 +160,6 @@ def choose_kernel(kind: str, inputs: int) -> str:
 
     quantized.register(kind)
     return kind
-
-
-def _kernel_product(kernel: str, x: Array, values: Array) -> Array:
-    from jllama.kernels import quantized  # brings numba
-
-    return quantized.product(kernel, x, values)
 
 
 def _product(x: Array, values: Array, dtype: Any = jnp.float32) -> Array:

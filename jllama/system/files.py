@@ -72,10 +72,11 @@ def read_optional_json(path: Path) -> Json:
 
 def without_nulls(fields: Mapping[str, Any]) -> Json:
     """Return the fields that a file sets: those but null, and but a ``vocab_size`` of -1."""
-    values = {name: value for name, value in fields.items() if value is not None}
-    if values.get("vocab_size") == -1:
-        del values["vocab_size"]
-    return values
+    return {
+        name: value
+        for name, value in fields.items()
+        if value is not None and (name, value) != ("vocab_size", -1)
+    }
 
 
 def read_fields(

@@ -40,7 +40,7 @@ def stop_signals(doing: Callable[[], str]) -> Iterator[list[int]]:
 
     def receive(number: int, _frame: Any) -> None:
         received.append(number)
-        if len(received) > 1 and _is_interactive():
+        if len(received) > 1 and hasattr(sys, "ps1"):
             raise KeyboardInterrupt
 
     reader, writer = socket.socketpair()
@@ -71,21 +71,18 @@ def _answer(reader: socket.socket, doing: Callable[[], str]) -> None:
             # Schedulers and shells send several signals at once and mean one.
             ignored_until_s = time.monotonic() + 1
             _print_line(f"{_NAMES[number]}: {doing()}; again to quit now")
-        elif time.monotonic() > ignored_until_s and not _is_interactive():
+        elif time.monotonic() > ignored_until_s and not hasattr(sys, "ps1"):
             exit_now("stopped at once; the last checkpoint stays as it was", 128 + number)
-
-
-def _is_interactive() -> bool:
-    return hasattr(sys, "ps1")
 
 
 def exit_now(text: str, exit_code: int) -> NoReturn:
     """Print a last line, after which other threads print nothing, and end the process at once."""
-    with contextlib.suppress(Exception):  # it may be closed
+    try:
         sys.stderr = os.fdopen(os.dup(sys.stderr.fileno()), "w")
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    _print_line(text)
-    os._exit(exit_code)
+        _print_line(text)
+    finally:
+        os._exit(exit_code)
 
 
 def _print_line(text: str) -> None:

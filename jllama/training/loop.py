@@ -281,10 +281,11 @@ def log(run: Run) -> None:
     record = summarize(taken, elapsed_s * len(taken) / len(recent), flops_per_token)
     rate = learning_rate_at(run.step - 1, plan.optimizer, plan.options.steps)
     figures, warnings = run.source.figures([batch for _, batch in recent], elapsed_s)
-    record |= {"learning_rate": float(rate), **figures}
     for warning in warnings:
         run.tracker.say(warning, "yellow")
     record |= {
+        "learning_rate": float(rate),
+        **figures,
         "planned_bytes": run.planned_bytes,
         "peak_bytes": peak_bytes(plan.mesh.local_devices),
         "elapsed_s": run.tracker.seconds(),
