@@ -104,19 +104,18 @@ class DecodeMatrix:
         most ``max(abs(x)) / 64516`` to few tokens.
         """
         is_few = len(x) <= _MAX_FEW
-        on_cpu = split_product
+        integer_product = split_product
         if self.kernel:
             from jllama.kernels import quantized  # brings numba
 
-            on_cpu = functools.partial(quantized.product, self.kernel)
+            integer_product = functools.partial(quantized.product, self.kernel)
         if self.is_blocks:
-            return on_cpu(x, self.values).astype(dtype)
+            return integer_product(x, self.values).astype(dtype)
         if self.scale is None:
             product = functools.partial(_product, dtype=dtype)
             on_cpu = functools.partial(_product_from_left, dtype=dtype) if is_few else product
             return jax.lax.platform_dependent(x, self.values, cpu=on_cpu, default=product)
-        if not is_few:
-            on_cpu = _late_product
+        on_cpu = integer_product if is_few else _late_product
         product = jax.lax.platform_dependent(x, self.values, cpu=on_cpu, default=_product)
         return (product * self.scale.astype(product.dtype)).astype(dtype)
 

@@ -70,7 +70,9 @@ def _answer(reader: socket.socket, doing: Callable[[], str]) -> None:
         if not ignored_until_s:
             # Schedulers and shells send several signals at once and mean one.
             ignored_until_s = time.monotonic() + 1
-            _print_line(f"{_NAMES[number]}: {doing()}; again to quit now")
+            answer = f"{_NAMES[number]}: {doing()}; again to quit now"
+            with contextlib.suppress(Exception):  # stderr may be closed
+                _write_line(sys.stderr.fileno(), answer)
         elif time.monotonic() > ignored_until_s and not hasattr(sys, "ps1"):
             exit_now("stopped at once; the last checkpoint stays as it was", 128 + number)
 
@@ -78,18 +80,17 @@ def _answer(reader: socket.socket, doing: Callable[[], str]) -> None:
 def exit_now(text: str, exit_code: int) -> NoReturn:
     """Print a last line, after which other threads print nothing, and end the process at once."""
     try:
-        sys.stderr = os.fdopen(os.dup(sys.stderr.fileno()), "w")
+        stderr = os.dup(sys.stderr.fileno())
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        _print_line(text)
-    finally:
+        _write_line(stderr, text)
+    finally:  # whatever happened to stderr
         os._exit(exit_code)
 
 
-def _print_line(text: str) -> None:
-    """Write a line to stderr past all buffers and locks.
+def _write_line(stderr: int, text: str) -> None:
+    """Write a line to a descriptor, past all buffers and locks.
 
     On a terminal it replaces a progress bar, and the cursor is shown again.
     """
-    with contextlib.suppress(Exception):  # it may be closed
-        start = "\r\x1b[2K\x1b[?25h" if sys.stderr.isatty() else ""
-        os.write(sys.stderr.fileno(), f"{start}{text}\n".encode())
+    start = "\r\x1b[2K\x1b[?25h" if os.isatty(stderr) else ""
+    os.write(stderr, f"{start}{text}\n".encode())

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import run_command
+from helpers import pretend_devices, run_command
 
 TINY = """
 --model.vocab_size 256 --model.num_layers 1 --model.embed_dim 64 --model.num_heads 4
@@ -57,10 +57,8 @@ def planned():
         "family": [*FAMILY.split(), "--json"],
         "decoding": [*FAMILY.split(), "--decode", "--quantize", "int8"],
     }
-    environment = os.environ | {
-        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8",
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
+    path = os.pathsep.join(filter(None, sys.path))
+    environment = os.environ | pretend_devices(8) | {"PYTHONPATH": path}
     words = json.dumps({name: [*TINY.split(), *others] for name, others in commands.items()})
     run = [sys.executable, __file__, words]
     done = subprocess.run(run, env=environment, capture_output=True, text=True)
